@@ -163,7 +163,7 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores the data that the `state_dict` method of an action with the same arguments returned."""
+        """Restores data that was returned by the `state_dict` method of an action with the same arguments."""
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (overriding is optional)

@@ -99,9 +99,9 @@ class CheckpointAction(Action):
 
     @property
     def best_step(self) -> int | None:
-        """The step of the best checkpoint of this run and all earlier runs, or None if there is none.
+        """The step of the best checkpoint of this run and all earlier runs in the directory, or None.
 
-        There is none if `best` is None, or if no checkpoint contains the metric.
+        It is None if the argument `best` is None, or if no checkpoint contains the metric.
 
         Reading this property waits for any pending save. To get the step without an action, call
         `checkpoint.best_step(directory)`.
@@ -197,7 +197,7 @@ class CheckpointAction(Action):
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
     """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None.
 
-    `argument` is the name of the argument in error messages.
+    `argument` is the name by which error messages refer to `best`.
     """
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)

@@ -168,7 +168,7 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` values were not improvements, or if the metric became NaN or infinitely bad."""
+        """True if the last `patience` values were not improvements, or if `Monitor.has_failed` returned True."""
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

@@ -39,9 +39,9 @@ class Monitor:
     2.0
 
     Args:
-      name: The name of the metric. "loss" and "train/loss" refer to an output of the loop that calls the action.
-        "test/accuracy" refers to the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the loop's
-        own output with that name or, if there is none, to the output of any evaluation.
+      name: The name of the metric. "loss" and "train/loss" refer to an output of the loop whose action uses the
+        monitor. "test/accuracy" refers to the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the
+        loop's own output with that name or, if there is none, to the output of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
         it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
         recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and

@@ -24,7 +24,7 @@ class ProfileAction(Action):
     at(steps=99) | at(steps=104)
 
     Args:
-      logdir: The directory to write the traces to. Its subdirectory `plugins/profile/` will contain the traces.
+      logdir: The directory for the traces, which are written to its subdirectory `plugins/profile/`.
       first_step: The first step to trace. It must be at least 2, because the first step of a run includes compilation.
       num_steps: The number of steps to trace. A few steps are enough; longer traces produce large files.
 

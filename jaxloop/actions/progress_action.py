@@ -138,7 +138,10 @@ class _Bar:
             handler.addFilter(self._make_way)
 
     def _make_way(self, record: Any) -> bool:
-        """Clears the bar before a line is logged; the next `draw` restores the bar. A filter for log handlers."""
+        """Clears the bar before a line is logged. The next `draw` restores the bar.
+
+        This method is added to the log handlers as a filter that accepts all records.
+        """
         self._tqdm.clear()
         return True
 

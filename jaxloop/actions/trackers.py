@@ -164,7 +164,7 @@ class _TrackerWriter(abc.ABC):
 
 
 class _MediaWriter(_TrackerWriter):
-    """The base class of writers for trackers whose Python package has classes for text and images."""
+    """The base class of writers for trackers whose Python packages have classes for text and images."""
 
     @abc.abstractmethod
     def _text(self, text: str) -> Any:

@@ -26,7 +26,7 @@ class Call:
     """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: The action that requested the call. If the call was restored from a checkpoint, the action's `str`.
+      action: The action that requested the call. If the call was restored from a checkpoint, `str` of the action.
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
@@ -135,7 +135,7 @@ class WriterQueue:
             self._flush_writer()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Waits for all calls, flushes the writer, and returns the data to store in a checkpoint.
+        """Waits for the calls in the queue, flushes the writer, and returns the data to store in a checkpoint.
 
         The data consists of the calls that could not be made because of an error, and the writer's position. The error
         is raised later, so that the checkpoint can be saved. `action` is the action that calls this method.
@@ -154,7 +154,7 @@ class WriterQueue:
         return kept | ({"position": self._writer.position()} if hasattr(self._writer, "position") else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the calls in the queue with those in a checkpoint's data, so that the resumed run makes them."""
+        """Replaces the calls in the queue with those that a checkpoint contains, so that the resumed run makes them."""
         calls = state_dict.get("unwritten", ()) if self._writes else ()
         self._wait()
         self._calls = collections.deque(Call(**call) for call in calls)  # All actions of a writer store the same calls.

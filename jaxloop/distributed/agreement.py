@@ -189,7 +189,7 @@ class Job:
     Args:
       is_shared: Whether there are several processes.
       requests: An `Interruptible` with the signals that this process has received. Its `confirm` method is called when
-        all processes know about a signal. If None, a new one is created.
+        all processes know about a signal. If None, a new `Interruptible` is created.
 
     Attributes:
       is_shared: True if there are several processes.
@@ -263,7 +263,7 @@ class Job:
         return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """If there are several processes, passes `what` and the lines that `lines` returns to `check_same`."""
+        """If there are several processes, passes `what` and the result of `lines` to the function `check_same`."""
         if self.is_shared:
             check_same(what, lines())
 
@@ -397,8 +397,8 @@ class OwnBatches:
     def exception(self, agreed: Exception) -> Exception | SystemExit:
         """Returns the exception that this process raises when all processes stop.
 
-        If reading the batch after those in `ahead` raised an error in this process, and `ahead` is empty, returns that
-        error. Otherwise, returns `agreed`, the exception on which all processes agreed.
+        If `ahead` is empty, and reading the next batch raised an error in this process, returns that error. Otherwise,
+        including at the end of the data, returns `agreed`, the exception on which all processes agreed.
         """
         if self.ahead:
             return agreed
@@ -449,7 +449,7 @@ class JointReader:
         self._sent, self._left = None, limit
 
     def __call__(self) -> tuple[types.Batch, int]:
-        """Returns the next batch of this process, and the total number of examples in the batches of all processes."""
+        """Returns the next batch of this process, and the number of examples that all processes have for this step."""
         while not self._agreed:
             sent, size = self._sent or self._send(0)
             # One vote ahead, so that the replies have arrived when they are needed.
@@ -465,7 +465,7 @@ class JointReader:
         """Sends this process's vote on the next batches, skipping the first `start` batches that have been read ahead.
 
         Returns a pair: the votes of all processes, which need not have arrived yet, and the maximum number of batches
-        that a vote covers.
+        that each of these votes covers.
         """
         size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size

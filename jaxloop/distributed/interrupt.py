@@ -39,8 +39,8 @@ class Interruptible:
 
     If the first signal is SIGTERM, the process exits with code 143 when the outermost context closes, so save and close
     everything inside the context. If the first signal is Ctrl-C, the program continues after the context. Exceptions
-    propagate, but after SIGTERM, a note is added to them. From the first signal until
-    the outermost context closes, the program's own SIGCHLD handler is not called.
+    propagate, but after SIGTERM, a note is added to them. From the first signal until the outermost context closes, the
+    program's own SIGCHLD handler is not called.
 
     The second signal ends the process immediately, with exit code 128 plus the signal's number. This works even if the
     main thread hangs in native code, because another thread watches for signals. No `finally` blocks run, and the child
@@ -132,7 +132,7 @@ class Interruptible:
 
     @property
     def to_confirm(self) -> int:
-        """The number of the signal or pause request that all processes of the job still have to confirm, or 0.
+        """The number of the signal or pause request that all processes still have to confirm, or 0 if there is none.
 
         This process has received the signal or request, but it doesn't take effect until `confirm` is called.
         """
@@ -241,7 +241,7 @@ class _Watch:
 
     @classmethod
     def begin(cls, signums: frozenset[int]) -> "_Watch | None":
-        """Starts a watch and returns it. Returns None if the program uses the wakeup fd itself, as asyncio does."""
+        """Starts and returns a watch. Returns None if other code has called `signal.set_wakeup_fd`, as asyncio does."""
         watch = cls(signums)
         # Python writes the number of each signal to the pipe when the signal arrives, before any handler runs.
         before = signal.set_wakeup_fd(watch._writer, warn_on_full_buffer=False)

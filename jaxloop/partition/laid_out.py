@@ -23,7 +23,7 @@ from jaxloop.types import nnx
 class _LaidOutPartitioner(MeshPartitioner):
     """The base class of partitioners that store a layout: a pytree with the sharding of each leaf of the state.
 
-    The layout is known once a state has been initialized.
+    The layout is known once the partitioner has initialized a state.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str):
@@ -34,7 +34,7 @@ class _LaidOutPartitioner(MeshPartitioner):
     def sharding(self) -> Any:
         """A pytree of `NamedSharding`s with the structure of the state.
 
-        Available once a state has been initialized.
+        Available once the partitioner has initialized a state.
         """
         if self._sharding is None:
             raise ValueError(
@@ -54,7 +54,7 @@ class _LaidOutPartitioner(MeshPartitioner):
         return sharded_init
 
     def _tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context manager that is active while the function that creates the state is traced."""
+        """Returns the context manager that is active while `init_fn` of `shard_init_fn` is traced."""
         return mesh_for_tracing(self._mesh)
 
     @abc.abstractmethod
@@ -209,7 +209,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
     In Linen modules, the names in `nn.with_partitioning(init, (None, "model"))` must be axes of the mesh, whereas those
     in `nn.with_logical_partitioning` are logical names. In NNX modules, `nnx.with_partitioning(init, (None, "model"))`
     accepts both kinds of names. `logical_axis_rules` maps logical names to axes of the mesh. Leaves without metadata
-    are replicated. The state is returned unboxed: its leaves are plain arrays.
+    are replicated. The initialized state is unboxed: its leaves are plain arrays.
 
     >>> from jaxloop.partition import create_mesh
     >>> rules = [("embed", None), ("hidden", "model")]
@@ -265,8 +265,8 @@ class SPMDPartitioner(_LaidOutPartitioner):
         """Returns the mesh axes over which an axis with the given name in the model's metadata is split.
 
         If there are rules for the name, the first rule whose mesh axes are not in `used` determines the result. If
-        all of these rules use such axes, the result is empty. A name without rules must be an axis of the mesh.
-        `used` contains the mesh axes over which earlier axes of the same leaf are split.
+        every rule for the name uses an axis in `used`, the result is empty. A name without rules must be an axis of
+        the mesh. `used` contains the mesh axes over which earlier axes of the same leaf are split.
         """
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:

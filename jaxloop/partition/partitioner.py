@@ -16,7 +16,7 @@ from jaxloop.base.structures import compile_donating
 from jaxloop.partition.layout import Layout, LeafLayout, dtype_of
 
 Rules = Iterable[tuple[str, Any]]
-"""Pairs that map a name, or a pattern for names, to a `PartitionSpec` or to mesh axes."""
+"""Pairs of a logical axis name and mesh axes, or pairs of a regular expression for paths and a `PartitionSpec`."""
 
 
 class Partitioner(abc.ABC):
@@ -27,7 +27,7 @@ class Partitioner(abc.ABC):
     Hooks:
       shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
       partition: Called to compile `run` when `run` is first needed.
-      shard_batch: Called for each batch, before the compiled function.
+      shard_batch: Called for each batch, before the compiled function is called.
       shard_short_batch: Called instead of `shard_batch` for each batch of an evaluation.
       shard_stacked_batches: Called instead of `shard_batch` for each dispatch of several steps, with the stacked
         batches of these steps.
@@ -62,7 +62,7 @@ class Partitioner(abc.ABC):
 
     @property
     def local_shards(self) -> int:
-        """The number of shards of each batch for which this process provides the data."""
+        """The number of shards that this process contributes to each batch."""
         return self.shards
 
     @property
@@ -81,7 +81,7 @@ class Partitioner(abc.ABC):
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
         """Places an evaluation batch on the devices. By default, calls `shard_batch`.
 
-        Mesh partitioners replicate a batch whose size isn't divisible by the number of devices.
+        In a single-process job, mesh partitioners replicate a batch whose size isn't divisible by `shards`.
         """
         return self.shard_batch(batch)
 
@@ -97,8 +97,7 @@ class Partitioner(abc.ABC):
     def place_state(self, state: Any) -> Any:
         """Moves a state that was created elsewhere to this partitioner's devices.
 
-        The default implementation returns the state unchanged, and the compiled function then
-        moves it.
+        The default implementation returns the state unchanged. `jax.jit` then moves it when `run` is called.
         """
         return state
 

@@ -12,8 +12,8 @@ from jaxloop.runs.run_log import RunLog
 def default_extensions(notes: Mapping[str, Any] | None, *, has_directory: bool) -> list[Extension]:
     """Returns the default extensions of an `OuterLoop`.
 
-    `notes` is the `notes` argument of the `OuterLoop`, and `has_directory` is True if the `OuterLoop`
-    writes to a directory.
+    `notes` is the `notes` argument of the `OuterLoop`, and `has_directory` is True if the `OuterLoop` writes to a
+    directory.
     """
     found: list[Extension] = [RunLog(notes)] if has_directory or notes else []
     return [*found, Tell(), Failures()] if has_directory else found

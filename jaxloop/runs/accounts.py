@@ -48,7 +48,7 @@ class Goodput:
         saves blocked the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to
         the `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process
         is killed, this includes the time between its last log line and its end. `unknown`: anything else.
-      steps: The number of updates up to the last log line, not counting repeated updates.
+      steps: The number of updates between the first start and the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`.
     """
@@ -95,7 +95,7 @@ def goodput(workdir: epath.PathLike) -> Goodput:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Returns a breakdown of the wall time of a run whose starts are given in chronological order."""
+    """Returns a breakdown of a run's wall time, given the run log's record of each start in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:

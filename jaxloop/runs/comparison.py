@@ -92,8 +92,8 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None, float | None]:
     """Returns the best finite value of a metric in a run, and the first step at which the metric had this value.
 
-    The third result is the standard deviation over the members of an ensemble at that step. Results that don't exist
-    are None.
+    The third result is the standard deviation of the metric over the members of an ensemble at that step. Results that
+    don't exist are None.
     """
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)

@@ -171,8 +171,8 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
         template for restoring the recorded state. If None, a newly created state is used, which requires that
         `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
-        may differ in the last bits. Any earlier steps that must be replayed first are compiled, so `run` is traced
-        before it is called eagerly.
+        may differ in the last bits. If earlier steps must be replayed first, they are compiled; `run` is then
+        traced before it is called eagerly.
 
     Returns:
       A pair of the state and the outputs that the failed step returns. If the step raised an error in the run, the

@@ -189,7 +189,10 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 
 @contextlib.contextmanager
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
-    """Returns a context manager that disables the actions of a loop and of the loop's step. Only `row` is called."""
+    """Returns a context manager that disables all actions of a loop and of the loop's step.
+
+    Only `row`, which adds rows to the history, is still called.
+    """
     engine, runner = loop.engine, loop.step._runner
     of_loop, of_step = engine.actions, runner.action_lists
     engine.run.agenda.items, engine.actions = [row], LoopActions()
@@ -225,7 +228,7 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
     """Yields a pair for each row with train metrics: the range of steps that the row covers, and the metrics.
 
-    The range is a pair `(begin, end)`; `begin` is the step of the row before.
+    The range is a pair `(begin, end)`, where `begin` is the step of the previous row with train metrics, or 0.
     """
     before = 0
     for row in rows:

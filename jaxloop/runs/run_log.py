@@ -181,9 +181,10 @@ def read(workdir: epath.PathLike) -> list[Attempt]:
 
 
 def _take(line: Mapping[str, Any], attempts: list[Attempt]) -> None:
-    """Adds a log line to the attempts: as a new attempt if the line records a start, or to the last attempt.
+    """Adds the content of a log line to `attempts`.
 
-    If the line is malformed, this function raises a `ValueError`, `TypeError`, `LookupError` or `AttributeError`.
+    A line that records a start adds a new attempt. Any other line is added to the last attempt. If the line is
+    malformed, this function raises a `ValueError`, `TypeError`, `LookupError` or `AttributeError`.
     """
     event, when = line["event"], float(line["time"])
     if event == "start":
@@ -234,9 +235,9 @@ def _started_at(now: float) -> float:
 
 
 def _is_running(pid: Any, started: float) -> bool:
-    """Returns True if a process that called an `OuterLoop` at the time `started` is still running on this machine.
+    """Returns True if process `pid`, which called an `OuterLoop` at time `started`, is still running on this machine.
 
-    Returns False if the PID now belongs to a process that started later.
+    Returns False if `pid` now belongs to a process that started later.
     """
     try:
         os.kill(pid, 0)

@@ -58,8 +58,9 @@ class Watchdog(Extension):
 
     Args:
       step_secs: The maximum time, in seconds, without a train step being dispatched or completed.
-      startup_secs: The maximum time, in seconds, without any progress until the first step of an `OuterLoop` call has
-        been completed, and during any later compilation. This includes waiting for processes that are still compiling.
+      startup_secs: The limit, in seconds, that applies instead of `step_secs` until the first step of an `OuterLoop`
+        call has been completed, and whenever another step is compiled and run for the first time. Waiting for processes
+        that are still compiling counts toward this limit.
       eval_secs: The maximum time, in seconds, without a new batch in an evaluation, including compilation.
       checkpoint_secs: The maximum time, in seconds, for which saving or restoring a checkpoint may block the run.
     """
@@ -223,8 +224,8 @@ def _counts(engine: Engine) -> tuple[int, int, int]:
 def sentence(places: dict[int, str], count: int) -> str:
     """Describes what the processes of a job are doing, starting with the rarest activity.
 
-    `places` maps the indices of the processes that have reported to their activities. `count` is the number of all
-    processes.
+    `places` is a dict with the activity of each process that has reported, keyed by process index. `count` is the total
+    number of processes.
 
     >>> sentence({0: "waiting for the others", 1: "compiling", 2: "waiting for the others"}, 4)
     'process 1 is compiling; processes 0, 2 are waiting for the others; process 3 did not report'
