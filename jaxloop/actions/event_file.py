@@ -88,6 +88,6 @@ class EventFile:
     __del__ = close  # Callers might not close the writer.
 
     def resume(self, first_hidden: int) -> None:
-        """Makes TensorBoard hide all existing points at step `first_hidden` and later steps."""
+        """Makes TensorBoard hide all existing points whose step is `first_hidden` or later."""
         for _ in range(2):  # TensorBoard hides nothing at the first START event.
             self.add_event(self._new_event(session_log={"status": "START"}), first_hidden)

@@ -164,7 +164,7 @@ class _Bar:
 
 
 class _Lines(_Bar):
-    """Shows progress as separate lines, which become less frequent as the run goes on."""
+    """Shows progress as separate lines, which become less frequent over the course of the run."""
 
     module = "tqdm"
 

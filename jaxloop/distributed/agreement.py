@@ -88,8 +88,8 @@ def _without_addresses(text: str) -> str:
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Returns the sharding and the function that are used to exchange messages.
 
-    The sharding is that of an array with one row per process, which contains the message of that process. The function
-    copies the whole array to every process.
+    The sharding is for an array in which each process holds one row, the message that it sends. The function copies all
+    rows to every process.
     """
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
@@ -131,7 +131,10 @@ def report_failure(error: BaseException) -> None:
 
 
 def wait_for_all(where: str) -> None:
-    """Waits until all processes have called this function with the same `where`. A no-op in a single process."""
+    """Waits until all processes have called this function with the same `where`.
+
+    If there is only one process, this function does nothing.
+    """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"jaxloop {where}")
 
@@ -212,7 +215,7 @@ class Job:
     def send(self, about: str, **message: Any) -> _Messages:
         """Sends a message to all processes, along with the signal that this process has received, if any.
 
-        Returns an object that `receive` takes to get the messages of all processes.
+        Pass the returned object to `receive` to get the messages of all processes.
         """
         return _send_message(about, signum=self.requests.outermost.to_confirm, **message)
 
@@ -272,7 +275,7 @@ class Job:
 class Pace(NamedTuple):
     """The number of batches per vote, and the time of the latest vote. (`JointReader` explains votes.)
 
-    The number is adjusted so that the batches of a vote take about 50 ms of training. Signals then take effect quickly.
+    The number is adjusted so that the batches of a vote take about 50 ms of training, and signals take effect quickly.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
@@ -286,7 +289,7 @@ class Pace(NamedTuple):
     secs: float = 0.0
 
     def at(self, secs: float) -> "Pace":
-        """Returns the pace that follows from a vote that the first process sent at the given training time."""
+        """Returns the new pace, given the training time at which the first process sent the latest vote."""
         size = self.size * 2 if secs - self.secs < _SECS_PER_VOTE else self.size // 2
         return Pace(min(max(size, 1), _MAX_BATCHES), secs)
 

@@ -54,7 +54,7 @@ class _LaidOutPartitioner(MeshPartitioner):
         return sharded_init
 
     def _tracing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context manager that is active while `init_fn` of `shard_init_fn` is traced."""
+        """Returns the context manager in which `shard_init_fn` traces the function that creates the state."""
         return mesh_for_tracing(self._mesh)
 
     @abc.abstractmethod

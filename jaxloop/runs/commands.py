@@ -183,7 +183,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Requests a pause of the run if commands are pending."""
+        """Asks the run to pause if there are pending commands."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 

@@ -38,10 +38,10 @@ class Failures(Extension):
     """Records a failed step in `<workdir>/failures/<step>`. A note on the error explains how to replay the step.
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
-    still exists. If it no longer exists, the directory instead contains the path of the latest earlier checkpoint and
-    the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total, are stored. The five
-    newest records are kept. Errors that occur while recording are logged rather than raised. A multi-process job
-    doesn't record anything, because no process has the whole batch.
+    still exists. If that state no longer exists, the directory instead contains the path of the newest checkpoint
+    before the step and the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total,
+    are stored. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
+    multi-process job doesn't record anything, because no process has the whole batch.
     """
 
     name = "failures"

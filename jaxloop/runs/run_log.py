@@ -119,8 +119,9 @@ class Attempt:
       described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
       points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the step
         at which training starts or resumes.
-      reason: The reason why the run ended: `"finished"`, `"stopped"` (by an output or an action), `"SIGTERM"` or
-        another signal, or `"error: ..."`. None if the run was killed or is still running.
+      reason: The reason why the run ended: `"finished"`, `"stopped"` (by a step), `"stopped by ..."` (an action or a
+        command), `"Ctrl-C"`, `"SIGTERM"`, `"error: ..."`, or `"a detour"` (the run returned to an earlier checkpoint).
+        None if the run was killed or is still running.
     """
 
     started: float

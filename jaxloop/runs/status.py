@@ -20,7 +20,7 @@ class Status:
 
     Attributes:
       workdir: The work directory.
-      state: The reason why the run ended, if one was recorded: "finished", "stopped", "stopped by EarlyStoppingAction",
+      state: The reason why the run ended, if one was recorded, such as "finished", "stopped by EarlyStoppingAction",
         "SIGTERM" or "error: ...". Otherwise, "running", "killed", or "silent" (if the run was started on another host,
         so that its state is unknown).
       step: The number of completed updates: the largest number found in the run log, the checkpoints and the history.
