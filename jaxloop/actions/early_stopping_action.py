@@ -168,7 +168,10 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` values were not improvements, or if `Monitor.has_failed` returned True."""
+        """True if the last `patience` values were not improvements, or if the metric has failed.
+
+        See `Monitor.has_failed`.
+        """
         return self._memory.waits >= self.patience
 
     def finish(self, state: Any) -> Any:

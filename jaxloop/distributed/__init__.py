@@ -12,7 +12,7 @@ import jax
 from absl import logging
 
 COORDINATOR, NUM_PROCESSES, PROCESS_ID = "JAXLOOP_COORDINATOR", "JAXLOOP_NUM_PROCESSES", "JAXLOOP_PROCESS_ID"
-"""The environment variables that `initialize` reads if it is called without a coordinator address."""
+"""The environment variables that `initialize` reads if its first three arguments are not given."""
 
 EXIT_CODE_OF_FOLLOWER = 76
 """The exit code of a process that exits because another process failed."""
@@ -34,10 +34,10 @@ def initialize(
 ) -> None:
     """Connects this process to the other processes of its job. Call this function before using JAX.
 
-    Without arguments, this function reads the environment variables JAXLOOP_COORDINATOR, JAXLOOP_NUM_PROCESSES and
-    JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs and Kubernetes, as
-    `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer, and mpi4py. If no job is found, the
-    program continues as a single process.
+    If the first three arguments are not given, this function reads the environment variables JAXLOOP_COORDINATOR,
+    JAXLOOP_NUM_PROCESSES and JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs
+    and Kubernetes, as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer, and mpi4py. If no job
+    is found, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
     exception and the process index, and exits immediately. The other processes detect this within `heartbeat_secs` and

@@ -213,7 +213,7 @@ class Job:
         return not self.is_shared or distributed.is_first_process()
 
     def send(self, about: str, **message: Any) -> _Messages:
-        """Sends a message to all processes, along with the signal that this process has received, if any.
+        """Sends a message to all processes, along with this process's unconfirmed signal or pause request, if any.
 
         Pass the returned object to `receive` to get the messages of all processes.
         """
@@ -222,7 +222,7 @@ class Job:
     def receive(self, messages: _Messages) -> np.ndarray:
         """Waits for the messages from all processes and returns them.
 
-        If any message reports a signal, that signal takes effect in this process.
+        If a message reports a signal or a pause request, it takes effect in this process; see `Interruptible.confirm`.
         """
         received = messages.read()
         if received["signum"].any():
@@ -392,7 +392,10 @@ class OwnBatches:
         self._newest = batch
 
     def take(self) -> types.Batch:
-        """Removes the next batch from `ahead` and returns it, or returns a batch without rows if the data has ended."""
+        """Removes the next batch from `ahead` and returns it.
+
+        If `ahead` is empty because the data has ended, returns a batch without rows.
+        """
         if self.ahead:
             return self.ahead.popleft()[0]
         return jax.tree.map(lambda leaf: leaf[:0] if np.ndim(leaf) else leaf, self._newest)
@@ -414,9 +417,9 @@ class JointReader:
     """Reads the same number of batches in all processes, and computes the total number of examples of each step.
 
     The processes vote on the next few batches, which each process reads ahead of time. A vote is a message from one
-    process to all others. It contains the sizes of that process's batches, and tells the others if that process has
-    reached the end of its data, raised an error, or received Ctrl-C or SIGTERM. All processes can thus stop at the same
-    batch.
+    process to all others. It contains the sizes of that process's batches, and tells the others whether that process
+    has reached the end of its data, raised an error, or received Ctrl-C or SIGTERM. All processes can thus stop at the
+    same batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.

@@ -262,7 +262,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         return NamedSharding(self._mesh, PartitionSpec(*entries))
 
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
-        """Returns the mesh axes over which an axis with the given name in the model's metadata is split.
+        """Returns the mesh axes over which to split an axis that has the given name in the model's metadata.
 
         If there are rules for the name, the first rule whose mesh axes are not in `used` determines the result. If
         every rule for the name uses an axis in `used`, the result is empty. A name without rules must be an axis of

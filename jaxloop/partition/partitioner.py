@@ -86,7 +86,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places the stacked batches of a dispatch on the devices. The leading axis is the axis of steps."""
+        """Places the stacked batches of a dispatch on the devices. Their leading axis is the step axis."""
         raise NotImplementedError(f"{type(self).__name__} needs shard_stacked_batches(batches) for steps_per_dispatch.")
 
     def shardings_of(self, state: Any) -> Any:

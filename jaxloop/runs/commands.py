@@ -330,9 +330,9 @@ class _Inbox:
 
 
 def _named(actions: Sequence[Action]) -> dict[str, Action]:
-    """Returns a dict that maps a name to each action.
+    """Returns a dict of the actions, keyed by name.
 
-    Two actions of the same class get names such as `early_stopping` and `early_stopping_2`.
+    Two actions of the same class have names such as `early_stopping` and `early_stopping_2`.
     """
     named: dict[str, Action] = {}
     for action in actions:
