@@ -57,7 +57,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
-        """Waits until all points are stored, and closes the tracked run as "finished", "failed" or "killed"."""
+        """Waits until all points are stored. Then closes the tracked run as "finished", "failed" or "killed"."""
 
     def _name(self, name: str) -> str:
         """Converts a name to one that the tracker allows."""

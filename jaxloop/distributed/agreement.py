@@ -304,9 +304,9 @@ def agree(votes: np.ndarray, *, until_all_end: bool, fill_to: Callable[[int], No
     Args:
       votes: The votes of all processes.
       until_all_end: See `JointReader`.
-      fill_to: A function that sets the number of rows to which short batches are padded, or None if they are never
-        padded. If the processes' batches differ in size, this function is called with the largest number of rows. It
-        raises a `ValueError` if the batches can't be padded to this number.
+      fill_to: A function that sets the number of rows to which short batches are padded, or None if batches are never
+        padded. If the processes' batches differ in size, this function is called with the largest number of rows. The
+        function raises a `ValueError` if the batches can't be padded to this number.
     """
     status, number, batches = votes["status"], votes["number"], votes["batches"]
     stops = status == FAILED if until_all_end else status != OK

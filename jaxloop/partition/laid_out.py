@@ -150,9 +150,10 @@ class FSDPPartitioner(_LeafPartitioner):
 class RulesPartitioner(_LeafPartitioner):
     r"""Shards a state by rules that match the paths of its leaves, for models without partitioning metadata.
 
-    A rule consists of a regular expression, which is searched for in each leaf's path, and a `PartitionSpec`, which
-    names axes of the mesh. The first matching rule applies. Paths start at the root of the state, so the rule
-    `Dense_0/kernel` matches `params/Dense_0/kernel`, and also the optimizer's moment estimates for that parameter.
+    A rule is a pair of a regular expression and a `PartitionSpec` of mesh axes. A rule matches a leaf if the regular
+    expression is found in the leaf's path. The first matching rule applies. Paths start at the root of the state, so
+    the rule `Dense_0/kernel` matches `params/Dense_0/kernel`, and also the optimizer's moment estimates for that
+    parameter.
 
     >>> from jaxloop.partition import create_mesh
     >>> mesh = create_mesh(data=-1, model=1)
