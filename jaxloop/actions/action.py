@@ -27,9 +27,9 @@ class Action(abc.ABC):
       begin_run: Called when an `OuterLoop` or `jf.loop` begins or resumes a run, after `load_state_dict`.
       write_notes: Called when an `OuterLoop` begins or resumes a run.
       finish: Called before `close` when a run ends without an error or an interruption.
-      end_run: Called before `close` when an `OuterLoop`'s run ends.
+      end_run: Called before `close` when a run of an `OuterLoop` or `jf.loop` ends.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
-      close: Called when an `OuterLoop`'s run ends, even if it ends with an error.
+      close: Called when a run of an `OuterLoop` or `jf.loop` ends, even if it ends with an error.
 
     Args:
       interval: The interval at which to call the action. For a loop's action, an int counts loops: with 2, the action
@@ -175,7 +175,7 @@ class Action(abc.ABC):
     def close(self) -> None:
         """Finishes pending writes and releases resources.
 
-        Called when an `OuterLoop`'s run ends, even after an error.
+        Called when a run of an `OuterLoop` or `jf.loop` ends, even after an error.
         """
         self.flush()
 

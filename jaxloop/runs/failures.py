@@ -41,7 +41,8 @@ class Failures(Extension):
     still exists. If that state no longer exists, the directory instead contains the path of the newest checkpoint
     before the step and the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total,
     are stored. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
-    multi-process job doesn't record anything, because no process has the whole batch.
+    multi-process job doesn't record anything, because no process has the whole batch. A failure before the train loop
+    has completed its first step isn't recorded either.
     """
 
     name = "failures"
