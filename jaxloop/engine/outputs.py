@@ -19,6 +19,7 @@ from jaxloop.engine.program import Block, InFlight
 from jaxloop.metrics import LoopOutputs
 from jaxloop.step.nonfinite import Guard
 
+_FEWEST_STACKED = 32  # Outputs of fewer steps take less time to read one by one.
 _MOST_KEPT = 1024  # The scalars of at most this many steps stay on an accelerator.
 
 
@@ -132,8 +133,8 @@ class Pending:
                     self._merge(name, column)
                 else:
                     rest[name] = column
-            if not metrics.is_on_cpu() and number == self.in_flight.chunk and all(map(_is_stackable, rest.values())):
-                rest = _stack(rest)  # One transfer per name.
+            if number == self.in_flight.chunk >= _FEWEST_STACKED and all(map(_is_stackable, rest.values())):
+                rest = _stack(rest)  # One read per name.
             groups.append((columns and rest, number))
         if not metrics.is_on_cpu():
             for leaf in jax.tree.leaves(groups):
@@ -469,11 +470,11 @@ def unstacked(column: Any, number: int) -> list[Any]:
 
 
 def _is_stackable(column: Any) -> bool:
-    if not isinstance(column, list) or not isinstance(column[0], jax.Array) or column[0].ndim:
+    """Returns True for a list of small device arrays with the same shape and dtype. PRNG keys aren't stackable."""
+    first = column[0] if isinstance(column, list) else None
+    if not isinstance(first, jax.Array) or first.size > 64 or jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
         return False
-    return len({getattr(value, "dtype", None) for value in column}) == 1 and not jnp.issubdtype(
-        column[0].dtype, jax.dtypes.prng_key
-    )
+    return len({(getattr(value, "shape", None), getattr(value, "dtype", None)) for value in column}) == 1
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:

@@ -88,7 +88,7 @@ class PaddingRunner(Runner):
             return placed
         if self._full_mask is None or len(self._full_mask) != len(mask):  # Transferred once, not at each step.
             self._full_mask = jnp.asarray(mask)
-        return placed._replace(mask=self._full_mask)
+        return MaskedBatch(placed.batch, self._full_mask)
 
     # Padding -------------------------------------------------------------------------------------
 
