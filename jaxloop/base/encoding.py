@@ -1,4 +1,7 @@
-"""Exact JSON encoding of everything in a checkpoint except the state's arrays. Decoding doesn't execute any code."""
+"""Exact JSON encoding of Python values and arrays in checkpoints and failure records.
+
+Decoding doesn't execute any code. The train state is not encoded: its arrays are saved by Orbax.
+"""
 
 import base64
 import math
@@ -49,7 +52,7 @@ def encode(value: Any, path: str = "value") -> Any:
 
 
 def encode_keys(keys: Any) -> Any:
-    """Encodes typed or raw PRNG keys. Equal keys have equal encodings."""
+    """Converts a pytree of PRNG keys (typed or raw) to JSON types. Equal keys have equal encodings."""
     is_typed = lambda key: jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
     return encode(jax.tree.map(lambda key: jax.random.key_data(key) if is_typed(key) else key, keys))
 

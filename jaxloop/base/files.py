@@ -25,7 +25,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
     """Opens a regular file on a local file system and returns its file descriptor, like `os.open`.
 
     The last component of the path must not be a symbolic link, but earlier components may be. With `os.O_TRUNC`, the
-    file is truncated only after it has been checked.
+    file is truncated only after the check that it is a regular file.
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -60,7 +60,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
 
 
 def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
-    """Returns a function like `open` for the regular files in a directory; see `open_file`."""
+    """Returns a function that is called like `open` and opens regular files in a directory; see `open_file`."""
     remote = lambda path, mode, encoding=None: epath.Path(path).open(mode, encoding=encoding)
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 

@@ -11,8 +11,8 @@ _WILDCARD = re.compile(r"\*\*|\*")
 def matches(pattern: str, path: str) -> bool:
     """Returns True if a pattern matches a whole path.
 
-    `*` matches a single name between slashes, and `**` matches one or more names. The trailing `/value` in the paths of
-    an NNX model may be omitted.
+    The names in a path are separated by slashes. `*` matches one name, and `**` matches one or more names. A pattern
+    may omit the trailing `/value` in the paths of an NNX model.
 
     >>> matches("encoder/**", "encoder/Dense_0/kernel"), matches("*/kernel", "encoder/Dense_0/kernel")
     (True, False)
@@ -32,8 +32,8 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
     Args:
       paths: The paths to rename.
       patterns: A dict that maps patterns to new paths. A new path contains the same wildcards as its pattern, in the
-        same order; the matched names are inserted in their place. If several patterns match a path, the first one is
-        used.
+        same order. Each wildcard in the new path is replaced with the names that the wildcard in the pattern matched.
+        If several patterns match a path, the first one is used.
 
     Raises:
       ValueError: If a pattern matches no path, or if a pattern and its new path have different wildcards.

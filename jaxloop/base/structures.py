@@ -55,10 +55,10 @@ class PerStructure:
 
 
 def take_apart(state: Any) -> tuple[list[Any], Any, Any]:
-    """Returns the leaves of a state (except `state.step`), `state.step`, and a key for the state's structure.
+    """Returns three values: a state's leaves without `state.step`, `state.step` itself, and a key for the structure.
 
     To save time, a loop passes the leaves directly from one dispatch to the next, without rebuilding the state.
-    `state.step` is returned separately because it is not donated. If the state has no `step`, None is returned for it.
+    `state.step` is returned separately because it is not donated. If the state has no `step`, the second value is None.
 
     >>> leaves, step, structure = take_apart({"kernel": 1.0, "bias": 2.0})
     >>> leaves, put_together(leaves, step, structure)
@@ -97,7 +97,7 @@ class Donating:
     (0, True)
 
     Args:
-      fn: A pure function.
+      fn: A pure function of `(state, batch)`.
       **jit_kwargs: Keyword arguments for `jax.jit`.
     """
 
@@ -125,7 +125,7 @@ def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
       fn: A pure function.
       **jit_kwargs: Keyword arguments for `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
         `donate_argnums`, `static_argnums`, ...) apply to the signature `(state, batch)`. If any of them is given,
-        `state.step` is donated with the rest of the state.
+        `state.step` is no exception: the whole state is donated, unless `donate_argnums` excludes it.
     """
     if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})

@@ -1,4 +1,4 @@
-"""Functions for text shown to users: safe display of names, suggestions in error messages, tables and log lines."""
+"""Functions for text shown to users: tables, log lines, suggestions in error messages, and safe display of names."""
 
 import contextlib
 import difflib
@@ -26,8 +26,8 @@ def suggests(**arguments: str) -> Callable[[_Function], _Function]:
     TypeError: run has no argument 'epochs'. Did you mean train_epochs?
 
     Args:
-      **arguments: The right name for each common wrong name. For other wrong names, the most similar argument is
-        suggested.
+      **arguments: Common wrong names, each with the right name as its value. For any other wrong name, the error
+        suggests the most similar argument name, or lists all argument names if none is similar.
     """
 
     def decorate(function: _Function) -> _Function:

@@ -38,12 +38,12 @@ class Spent:
         far ahead of the devices.
       compiling: Seconds spent tracing and compiling the train step.
       dispatch: Seconds spent running the step's hooks and dispatching the step to the devices.
-      actions: Seconds spent in actions other than checkpoints.
+      actions: Seconds spent in actions, except for saving checkpoints.
       evals: Seconds spent in evaluations, including the time spent compiling them.
       checkpoints: Seconds for which checkpoint saves blocked the run.
       restores: Seconds spent restoring a checkpoint to resume from.
       steps: The number of steps that ran.
-      samples: The number of examples in the steps that ran.
+      samples: The number of examples in the batches of these steps.
 
     >>> print(Spent(data=6.3, device=1.0, compiling=2.0, dispatch=0.7, steps=500, samples=16_000))
     500 steps in 10.0 s (50.0 steps/s in training): 63% waiting for data, 20% compiling, 10% waiting for the devices,
