@@ -26,7 +26,8 @@ class CalledAction(NamedTuple):
     Attributes:
       action: The action.
       part: The loop that calls the action or runs the action's step.
-      at: The kind of action: "begin" or "end" for a loop's begin or end action, or "step" for a step's action.
+      at: "begin" or "end" if the action is in the loop's `begin_actions` or `end_actions`, or "step" if it belongs to
+        the loop's step.
       calls: The predicted calls to the action.
       here: The findings about the action.
     """
@@ -60,7 +61,7 @@ def check_actions(parts: Sequence[Part], course: Course, state: Any, found: Find
 
 
 def _called_actions(parts: Sequence[Part], course: Course, found: Findings) -> Iterator[CalledAction]:
-    """Yields the actions of all loops and steps. The actions of a step that several loops share are yielded once."""
+    """Yields the actions of all loops and steps. If several loops share a step, its actions are yielded only once."""
     told = []
     for part in parts:
         loop, step = part.loop, part.loop.step
@@ -121,7 +122,7 @@ def _run_check(called: CalledAction, state: Any) -> None:
 
 
 def _check_contract(action: Action, here: Findings) -> None:
-    """Checks that an action can be restored from a checkpoint."""
+    """Checks that an action's state can be saved in a checkpoint and restored from it."""
     name = type(action).__name__
     remembered = action.state_dict()
     encoding.encode(remembered)
@@ -162,7 +163,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns True if a metric may exist although it isn't in `known`, because a loop's metrics are unknown."""
+    """Returns True if a metric may come from a loop whose metrics are unknown, which `known` maps to None."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None

@@ -113,7 +113,7 @@ def _check_checkpoint(
 
 
 def check_saving(checked: Checked, course: Course, size: int, data: TrainData, here: Findings) -> None:
-    """Checks the checkpoints that a run would save, and warns if a killed run couldn't resume exactly."""
+    """Checks the checkpoints that a run would save. Warns if the run couldn't resume exactly after being killed."""
     experiment = checked.experiment
     spec, savers = experiment.checkpoint_spec, experiment.savers
     directories = [action.directory for action in savers]

@@ -28,8 +28,8 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
     Args:
       step: The step to compile.
       state: A state, which is not donated, or the result of `step.abstract_state`.
-      batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch for all of its
-        devices.
+      batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch, with the
+        examples for all devices of the topology.
       topology: The TPUs to compile for, such as "v5e:16x16". They don't have to be attached to this machine. The
         partitioner's data axis is resized to use all of these TPUs. If None, the devices of the step's partitioner are
         used.
@@ -87,8 +87,9 @@ def largest_ensemble(
         jaxloop.check.largest_ensemble(make, batch, "v5e:1x1")
 
     Args:
-      make: A function that receives a number of members and returns a pair: an ensemble with that number of members,
-        and the ensemble's state or the shapes of the state. If the ensemble has a mesh, the number is per device.
+      make: A function that receives a number of members and returns a pair `(ensemble, state)`. The ensemble has that
+        number of members or, if it has a mesh, that number of members per device. `state` is the ensemble's state, or
+        the result of its `abstract_state`.
       batch: A batch or its shapes; see `Step.compile`.
       topology: See `largest_batch`.
 
@@ -108,7 +109,7 @@ def largest_ensemble(
 
 
 def _fits(step: Step, state: Any, batch: types.BatchSpec, memory: int | None) -> bool:
-    """Returns True if a step fits in the memory of a device, which has `memory` bytes."""
+    """Returns True if a training step needs at most `memory` bytes on each device."""
     if memory is None:
         kind = jax.devices()[0].device_kind
         raise ValueError(f'The memory of {kind} is unknown, so what fits is, too. Give a topology, such as "v5e:2x4".')
@@ -135,7 +136,7 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
 
 
 def _copied(step: Step, partitioner: Any) -> Step:
-    """Returns a copy of a step that uses the given partitioner and hasn't compiled anything."""
+    """Returns a copy of a step, with the given partitioner and without compiled programs."""
     moved, runner = copy.copy(step), step._runner
     moved._partitioner = partitioner
     moved._runner = type(runner)(moved, Step, *runner.action_lists)
@@ -144,15 +145,15 @@ def _copied(step: Step, partitioner: Any) -> Step:
 
 
 def on_devices(step: Step, state: Any, topology: str | None) -> tuple[Step, Any, int | None]:
-    """Returns a copy of a step for a topology, the shapes of the state, and the memory size of one device.
+    """Returns three values: a copy of the step for a topology, the shapes of the state, and the memory of one device.
 
-    The shapes have shardings for the topology. The memory size is in bytes, or None if it is unknown.
+    The shapes have shardings for the topology. The memory is in bytes, or None if it is unknown.
 
     Args:
       step: The step.
       state: The state, or its shapes.
-      topology: The TPUs to compile for. If None, the step and the state are returned unchanged, with the memory size
-        of one of the devices that the step uses.
+      topology: The TPUs to compile for. If None, the first two values are `step` and `state` themselves, and the third
+        is the memory of one of the devices that the step uses.
     """
     if topology is None:
         mesh = step.partitioner.mesh

@@ -29,7 +29,8 @@ class TrainData(NamedTuple):
 
     Attributes:
       source: The iterator over the dataset, or None if the dataset can't be opened or the run doesn't train.
-      first: A list with the first batch, or an empty list if there is none. In a run without data, the batch is None.
+      first: A list with the first batch, or an empty list if no batch was read. In a run without data, the list is
+        `[None]`.
       num_batches: The number of batches in an epoch or, for an iterator, the number of remaining batches. None if this
         number is unknown.
     """
