@@ -109,9 +109,9 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
-    """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
+    """Returns a list with the first batch of an evaluation. Also returns a phrase that describes the number of batches.
 
-    The list is empty if the run is about to start (see `Checked`), or if reading the batch would consume it.
+    The list is empty if the run is about to start (see `Checked`), or if reading a batch would consume it.
     """
     if spec.dataset_iterator is not None:
         try:

@@ -8,8 +8,8 @@
 - `actions`: when actions are called, and which values they save, monitor and write.
 
 These modules collect problems in `report.Findings`, which `check` returns as a `Report`. The class `Course` in
-`jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run calls `check` with `is_starting=True`
-when it starts. In that case, `check` omits everything that takes more than a few milliseconds.
+`jaxloop.engine.rehearse` predicts when actions and evaluations are due. Every run calls `check` when it starts, with
+`Checked.is_starting` set to True. In that case, `check` omits everything that takes more than a few milliseconds.
 """
 
 import time

@@ -56,8 +56,8 @@ class Report:
       problems: The problems, errors first.
       plan: The plan of the run, as a dict that maps topics to text.
       secs: The time that the check took, in seconds.
-      calls: The predicted calls to the actions of all loops and steps, keyed by action, and the predicted evaluations,
-        keyed by name.
+      calls: A dict with the predicted calls to each action and each evaluation. The keys are the actions themselves and
+        the names of the evaluations.
     """
 
     problems: Sequence[Problem]
@@ -114,7 +114,9 @@ def _wrapped(text: str, first: str, later: str) -> list[str]:
 @final
 @dataclasses.dataclass(frozen=True)
 class Findings(contextlib.AbstractContextManager[None]):
-    """Collects the problems in one part of a run. As a context manager, suppresses exceptions and adds them as errors.
+    """Collects the problems found in one part of a run.
+
+    As a context manager, it suppresses exceptions and adds them as errors.
 
     >>> found = Findings()
     >>> with found.at("the train loop"):
@@ -125,7 +127,7 @@ class Findings(contextlib.AbstractContextManager[None]):
 
     Attributes:
       where: The name of the part of the run that these findings are about.
-      problems: The problems in all parts, in the order in which they were found.
+      problems: A list of problems in the order in which they were found. The findings of all parts share this list.
       plan: The plan of the run, as a dict that maps topics to text.
     """
 

@@ -45,7 +45,7 @@ def check_state(given: Any, here: Findings) -> State:
 
 
 def _state_for_begin(state: State, step: Step) -> Any:
-    """Returns the state for `step.begin`: the shapes, or the values if they are known and `begin` is user-defined."""
+    """Returns the values of the state if they are known and `step.begin` is user-defined, and its shapes otherwise."""
     return state.shapes if state.values is None or not checks.is_user_defined(step, "begin") else state.values
 
 
@@ -101,9 +101,9 @@ def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longes
 def _ready_for_run(part: Part, state: State, batch: types.Batch) -> tuple[types.Batch] | None:
     """Returns a 1-tuple with the batch that the hooks would pass to `run`, or None if that batch is unknown.
 
-    The batch is unknown if the user overrides a method other than these hooks that may change the batch, such as
-    `shard_batch`. It is also unknown if the step's `begin` returns a different state, or if `begin` needs the state's
-    values, but only the state's shapes are known.
+    The hooks are the step's `preprocess_batch` and `begin`. The batch is unknown if the user overrides another method
+    that may change it, such as `shard_batch`. It is also unknown if `begin` returns a different state, or if `begin`
+    needs the state's values, but only the state's shapes are known.
     """
     loop, step = part.loop, part.loop.step
     ways = {step: ("__call__", "evaluate", "shard_batch"), loop: ("begin", "run", "_get_next_batch", "_run_one_step")}
@@ -150,7 +150,7 @@ def _trace(step: Step, state: Any, batch: types.Batch, *, evaluates: bool) -> tu
     """Traces `run` with a state (or its shapes) and a batch that the hooks have prepared.
 
     Returns the shapes of the outputs and the number that `run` adds to `state.step`. The number is None if it depends
-    on the data, and 0 for an evaluation.
+    on the data or if the state has no `step`. It is 0 for an evaluation.
     """
     programs, mesh = step._runner.programs, step.partitioner.mesh
     checked = programs.evaluate if evaluates else programs.run
@@ -171,7 +171,7 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
     Args:
       jaxpr: The traced program.
-      place: The index of the input, an integer leaf, and of the corresponding output.
+      place: The index of the input, which is an integer leaf. The corresponding output has the same index.
     """
     is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
@@ -184,7 +184,7 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
 
 def _check_updates(here: Findings, step: Step, state: Any, updates: int | None) -> None:
-    """Checks that a training step adds the expected number of updates to `state.step`."""
+    """Checks that a training step increases `state.step` by its number of updates (`updates_per_step`)."""
     if hasattr(state, "step") and updates not in (None, step.updates_per_step):
         adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
         here.error(f"{type(step).__name__}.run {adds}. {checks.counting_hint(step)}")
@@ -204,7 +204,7 @@ def _check_size(here: Findings, outputs: Mapping[str, Any], longest_loop: int | 
 
 
 def _check_for_losses_per_example(here: Findings, outputs: Mapping[str, Any]) -> None:
-    """Warns if any loss is an array, or if all outputs are arrays, because the history stores only scalars."""
+    """Warns if a loss is an array, or if all outputs are arrays. The history stores only scalars."""
     is_array = lambda value: not metrics.is_metric(value) and getattr(value, "ndim", 0) > 0
     arrays = {name: value for name, value in outputs.items() if is_array(value)}
     losses = [name for name in arrays if "loss" in name.lower()]
