@@ -29,7 +29,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 
     The list is empty if the directory doesn't exist. A directory is a checkpoint only if its name is a step without
     leading zeros. (Orbax also accepts names like `0015` and `1_5`, but then reads and deletes the directories `15` and
-    `5` instead.)
+    `5`, respectively.)
     """
     return [int(path.name) for path in all_paths([directory])]
 
@@ -55,7 +55,8 @@ def missing_error(directory: epath.PathLike) -> FileNotFoundError:
 def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
     """Returns True if a checkpoint doesn't exist, or if it is deleted while this function waits.
 
-    The function waits as long as files disappear from the checkpoint. If the remaining files stay, it returns False.
+    The function waits as long as files keep disappearing from the checkpoint. If no more files disappear but some
+    remain, the function returns False.
     """
     path = absolute(directory) / str(step)
     names = None

@@ -1,9 +1,9 @@
 """Functions and classes that open checkpoints, verify their files, and restore their contents.
 
-A checkpoint that a `CheckpointWriter` saved in a directory contains up to three items: `default` (the train state),
-`run` (a JSON dict), and `trees` (arrays that are not part of the state). Its seal covers all of its files; see
-`jaxloop.checkpoint.seal`. `open_newest` and `Checkpoint.at` verify the seal once. After that, a `Checkpoint` reads its
-files without verifying them again.
+A checkpoint that a `CheckpointWriter` saved without a manager from the caller contains up to three items: `default`
+(the train state), `run` (a JSON dict), and `trees` (arrays that are not part of the state). Its seal covers all files
+except Orbax's metadata file; see `jaxloop.checkpoint.seal`. `open_newest` and `Checkpoint.at` verify the files against
+the seal once. After that, a `Checkpoint` reads its files without verifying them again.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
     Args:
       directory: The directory of a `CheckpointAction(directory, best=...)`, or of an Orbax manager with a `best_fn`.
-      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. If None, the metric of the
-        `CheckpointAction` that saved the newest checkpoint is used.
+      best: The name of the metric and its mode, "min" or "max", as in `("accuracy", "max")`. If None, the metric and
+        mode of the `CheckpointAction` that saved the newest checkpoint are used.
     """
     directory = absolute(directory)
     steps = all_steps(directory)
@@ -93,7 +93,7 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Returns the metrics that a checkpoint contains for choosing the best checkpoint, or `{}` if it contains none."""
+    """Returns the metrics that were saved with a checkpoint to determine the best one, or `{}` if none were saved."""
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
@@ -119,8 +119,8 @@ def restore(
 ) -> Any:
     """Restores the train state from a checkpoint, with the structure and the shardings of `state`.
 
-    All files of the checkpoint are verified first, unless the checkpoint has no seal (for example, because an Orbax
-    manager saved it).
+    The checkpoint's files are verified first, unless the checkpoint has no seal (for example, because an Orbax manager
+    saved it).
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -228,9 +228,9 @@ def quarantine_damaged(paths: Sequence[epath.Path]) -> None:
 
 
 def quarantine(error: CheckpointError, consequence: str) -> None:
-    """Moves the damaged checkpoint named in `error` to the subdirectory `damaged`.
+    """Moves the damaged checkpoint named in `error` to the subdirectory `damaged` of its parent directory, if possible.
 
-    Logs a warning that ends with the sentence `consequence`.
+    Logs a warning that states whether the checkpoint was moved, and that ends with the sentence `consequence`.
     """
     assert error.directory is not None
     (step,) = error.steps
@@ -349,7 +349,7 @@ class Checkpoint:
         self._match(checks.leaves_by_path(jax.eval_shape(stored.storable, state)), transforms)
 
     def trees(self, templates: Mapping[str, Any]) -> dict[str, Any]:
-        """Restores trees that were saved alongside the state, with the structures and shardings of `templates`.
+        """Restores trees that were saved alongside the state. They get the structures and shardings of `templates`.
 
         Args:
           templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes
@@ -375,7 +375,10 @@ class Checkpoint:
         return checks.leaves_by_path(self._described(STATE))
 
     def read(self, wanted: Mapping[str, Any], item: str = STATE) -> dict[str, Any]:
-        """Reads the leaves at the paths in `wanted`, with the shapes, dtypes and shardings that `wanted` specifies."""
+        """Reads the leaves at the paths in `wanted`, with the shardings that `wanted` specifies.
+
+        Leaves without a sharding in `wanted` are returned as NumPy arrays. All leaves have the saved shapes and dtypes.
+        """
         chosen = lambda path, _: wanted.get(checks.path_name(path), ocp.PLACEHOLDER)
         return self._read(jax.tree_util.tree_map_with_path(chosen, self._described(item)), item)
 
