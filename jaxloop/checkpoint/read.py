@@ -513,16 +513,17 @@ def place_of_ema(leaves: Collection[str]) -> str | None:
 def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
     """Drops `opt_state` from the saved leaves and from the state's leaves.
 
-    If both have a moving average of the parameters, the leaves of the average are kept.
+    If the checkpoint and the state both have a moving average of the parameters, the leaves of the average are kept.
 
     Args:
       saved: The paths of the saved leaves.
       ours: The leaves of the state, keyed by path.
 
     Returns:
-      The remaining saved leaves, as a dict that maps names to paths in the checkpoint, and the remaining leaves of the
-      state, keyed by path. The name of a saved leaf is its path in the checkpoint. The moving average is an exception:
-      it may have another path in the state, so the names of its leaves are their paths in the state.
+      A pair of dicts: `names` for `Checkpoint._match`, and the remaining leaves of the state, keyed by path. `names`
+      contains the remaining saved leaves. Each of them is named after its path in the checkpoint, except for the leaves
+      of the moving average. These are named after their paths in the state, because the average may have a different
+      path there.
     """
     place, saved_place = place_of_ema(ours), place_of_ema(saved)
     names = {path: path for path in saved if not path.startswith(_OPTIMIZER)}
@@ -535,7 +536,7 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Logs that the optimizer state was not restored, and lists the leaves that differ from those in the checkpoint.
+    """Logs that the optimizer state was not restored, and lists all leaves that differ between checkpoint and state.
 
     Args:
       opened: The checkpoint.

@@ -55,7 +55,7 @@ def problems(directory: epath.PathLike, below: str = "") -> list[str]:
 def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], list[str]]:
     """Returns the dict in the seal and one line for each sealed file that is missing, changed or unreadable.
 
-    A missing or changed seal is also reported, but files that were added later are not.
+    A missing or changed seal is also reported; in this case, the dict is empty. Files added later are not reported.
 
     Args:
       directory: The sealed directory.
@@ -105,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns the size and the checksum of each file, keyed by file name, or the error if the file can't be read."""
+    """Returns a dict that maps each file name to the file's size and checksum, or to the error if it can't be read."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0
