@@ -105,7 +105,7 @@ def duration(seconds: float) -> str:
 
 @final
 class Stopwatch:
-    """Measures the time spent on each kind of work. The kinds are named after the fields of `Spent`.
+    """Measures the time spent on each kind of work. Each kind is named after its field in `Spent`.
 
     >>> stopwatch = Stopwatch()
     >>> with stopwatch.counting("dispatch"):

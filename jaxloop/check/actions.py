@@ -107,7 +107,7 @@ def _check_patience(called: CalledAction, course: Course) -> None:
 
 
 def _run_check(called: CalledAction, state: Any) -> None:
-    """Calls the action's `check` method and adds the problems that it reports to the findings."""
+    """Calls the action's `check` method and adds the reported problems to the findings."""
     if called.at != "begin" and called.part.outputs is None and checks.is_user_defined(called.action, "check"):
         return  # The outputs are unknown, and the user's method may need them.
     if called.at == "begin" and isinstance(called.action, EarlyStoppingAction | SpikeGuard | SummaryAction):
@@ -163,7 +163,7 @@ def _check_metric(monitor: Monitor, called: CalledAction, parts: Sequence[Part])
 
 
 def _may_be_missing(monitor: Monitor, known: Mapping[str, Mapping[str, float] | None]) -> bool:
-    """Returns True if a metric may come from a loop whose metrics are unknown, which `known` maps to None."""
+    """Returns True if a metric may come from a loop whose metrics are unknown (None in `known`)."""
     group, _, rest = monitor.name.replace(".", "/").partition("/")
     if group in known:
         return bool(rest) and known[group] is None

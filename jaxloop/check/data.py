@@ -77,7 +77,7 @@ def course_of(checked: Checked, data: TrainData) -> Course:
 
 
 def check_length(here: Findings, checked: Checked, course: Course, data: TrainData, state: Any) -> None:
-    """Checks the number of steps in a run and warns if it is probably unintended."""
+    """Checks the number of steps in a run and warns if this number is probably unintended."""
     experiment = checked.experiment
     spec, start, end = experiment.spec, course.start.steps, course.end
     here.plan["train"] = f"{course}; loops end {course.loops}"

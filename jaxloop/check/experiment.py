@@ -19,7 +19,7 @@ class Checked(NamedTuple):
     Attributes:
       experiment: The experiment.
       log_interval: See `OuterLoop`.
-      sources: The object that opens the datasets. A run uses the same object.
+      sources: The object that opens the datasets, both for checks and for runs.
       topology: The TPUs to compile the train step for, or None to use the devices of the step's partitioner.
       is_starting: True if the run is about to start. In that case, the check neither reads batches nor traces anything.
     """

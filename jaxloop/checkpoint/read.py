@@ -1,9 +1,9 @@
 """Functions and classes that open checkpoints, verify their files, and restore their contents.
 
-A checkpoint that a `CheckpointWriter` saved without a manager from the caller contains up to three items: `default`
-(the train state), `run` (a JSON dict), and `trees` (arrays that are not part of the state). Its seal covers all files
-except Orbax's metadata file; see `jaxloop.checkpoint.seal`. `open_newest` and `Checkpoint.at` verify the files against
-the seal once. After that, a `Checkpoint` reads its files without verifying them again.
+A checkpoint that a `CheckpointWriter` saved through its own Orbax manager contains up to three items: `default` (the
+train state), `run` (a JSON dict), and `trees` (arrays that are not part of the state). The checkpoint's seal covers all
+files except Orbax's metadata file; see `jaxloop.checkpoint.seal`. `open_newest` and `Checkpoint.at` verify the files
+against the seal once. After that, a `Checkpoint` reads its files without verifying them again.
 """
 
 import contextlib
