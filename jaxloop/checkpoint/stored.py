@@ -97,8 +97,8 @@ def match(
     """Matches a tree's leaves to saved leaves. Returns a dict that maps paths in the tree to paths in the checkpoint.
 
     First, the saved leaves are renamed according to `patterns`. Then, a leaf of the tree matches the saved leaf with
-    the same name. Names don't include the suffix `/value`, which the paths of NNX variables have. For a saved leaf
-    that matches no leaf of the tree, the key is the saved leaf's new name.
+    the same name. Names don't include the suffix `/value`, which the paths of NNX variables have. Saved leaves that
+    match no leaf of the tree are also in the dict, with their new names as keys.
 
     >>> match({"body/kernel": "params/body/kernel"}, ["encoder/kernel/value"], {"body/**": "encoder/**"})
     {'encoder/kernel/value': 'params/body/kernel'}
@@ -110,7 +110,7 @@ def match(
       only_renamed: Whether to leave out saved leaves whose names match no pattern.
 
     Raises:
-      ValueError: If a pattern matches no saved leaf, or if two saved leaves would have the same name.
+      ValueError: If a pattern matches no saved leaf, or if two saved leaves would have the same name after renaming.
     """
     saved_names, our_names = _bare(saved), _bare(ours)
     new_names = {} if only_renamed else {name: name for name in saved_names}
@@ -163,7 +163,7 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 
 
 def as_wide_as(saved: Any, leaf: Any) -> Any:
-    """Returns the template with which a saved leaf is read so that it can replace `leaf`.
+    """Returns the template to use for reading the saved leaf that will replace `leaf`.
 
     If the dtypes of the two leaves differ only in width (64 or 32 bits), the template is a NumPy array with the saved
     dtype. Otherwise, the template is `leaf` itself.

@@ -93,7 +93,10 @@ def load_params(
 
 
 def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint], Any]) -> Any:
-    """Opens the checkpoint of `step`, which can also be "newest" or "best", and returns the result of `load` for it."""
+    """Opens a checkpoint, passes it to the function `load`, and returns the result.
+
+    `step` is the step of the checkpoint, or "newest" or "best".
+    """
     if step == "newest":
         found = read.open_newest(all_paths([directory]), load, quarantines=False)
         if found is None:

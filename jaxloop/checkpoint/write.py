@@ -1,8 +1,8 @@
 """The class that saves checkpoints. Each checkpoint is sealed and then committed atomically.
 
-`CheckpointWriter.save` rejects values that could not be restored (`_save_args`), waits for the previous save, checks
-the directory, and then passes everything to Orbax. Orbax's thread writes the files, calls `_seal`, and commits the
-checkpoint with a single rename.
+`CheckpointWriter.save` rejects values that couldn't be restored later (`_save_args`), waits for the previous save,
+checks the directory, and then passes the values to Orbax. A thread of Orbax writes the files, calls `_seal`, and
+commits the checkpoint with a single rename.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ class CheckpointWriter:
 
     Args:
       manager_or_directory: A directory, or an Orbax manager (from the current or the older API) that saves a single
-        item. With a directory, the writer creates its own manager at the first save, and a new one at the next save
-        after `close` or a failure. If a manager is passed, the caller must close that manager. Checkpoints saved by it
-        have no seal, and contain neither `run` nor `trees`; see `save`.
+        item. If a directory is passed, the writer creates its own manager at the first save. After `close` or a failed
+        save, the next save creates a new manager. If a manager is passed, the caller must close that manager, and the
+        checkpoints have no seal and contain neither `run` nor `trees`; see `save`.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory.
       best: The name of a metric and its mode, "min" or "max". The best checkpoint is kept in addition to the recent
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
@@ -122,7 +122,7 @@ class CheckpointWriter:
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
     ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
-        """Returns the arguments for Orbax and the custom metadata.
+        """Returns two values: Orbax's arguments for a save, and the custom metadata of the checkpoint.
 
         Raises an error if a value could be saved but not restored.
         """
@@ -296,7 +296,7 @@ class CheckpointWriter:
 @final
 @dataclasses.dataclass(frozen=True)
 class _Policy:
-    """The policy that determines which checkpoints to keep. Its fields are arguments of `CheckpointWriter`."""
+    """The policy that determines which checkpoints to keep. See `CheckpointWriter` for the meaning of the fields."""
 
     keep: int | None
     best: tuple[str, str] | None
