@@ -26,7 +26,8 @@ def batched(
     """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position in the dataset.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
-    the next. Each epoch contains every example exactly once, and only the last batch of the dataset can be short.
+    the next. Each epoch contains every example exactly once, and only the last batch of a pass over the dataset can be
+    short.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
     >>> [batch["x"].tolist() for batch in batched(rows, 3, num_epochs=2)]
@@ -37,7 +38,7 @@ def batched(
         any format, a list, or any other object with `__len__` and `__getitem__`, such as a Grain `MapDataset`.
       size: The number of examples per batch.
       seed: A non-negative int that seeds the shuffling. Each epoch has a different order. If None, the examples aren't
-        shuffled. Shuffling uses up to 16 bytes of memory per example: 8 bytes for each of two epochs.
+        shuffled. Shuffling uses up to 16 bytes of memory per example, because it keeps the orders of two epochs.
       num_epochs: The number of epochs in the dataset, or None to repeat the examples endlessly. With `train_epochs=N`,
         a run makes N passes over the dataset, each of which consists of `num_epochs` epochs (by default, one). An
         evaluation without `num_steps` makes one pass.

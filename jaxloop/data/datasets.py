@@ -16,7 +16,7 @@ from jaxloop.data.tensors import library
 
 
 def batches(data: Any) -> PositionedIterator:
-    """Returns an iterator that reads one epoch of a dataset as batches of NumPy arrays.
+    """Returns an iterator over the batches in one epoch of a dataset. Converts tensors to NumPy arrays.
 
     Args:
       data: A list, a generator, a `tf.data.Dataset`, the result of `tfds.as_numpy`, a torch `DataLoader`, a Grain
@@ -161,8 +161,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     examples regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example. Call this function before you batch the dataset (and, with tf.data, before you shuffle it), and then use
-      the per-process batch size.
+      example, beginning at its process index. Call this function before you batch the dataset (and, with tf.data,
+      before you shuffle it), and then use the per-process batch size.
     - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
       rows in every batch.
 
@@ -177,7 +177,7 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
       process_count: The number of processes, or None to use `jax.process_count()`.
 
     Raises:
-      TypeError: If the dataset is of any other kind. The message explains what to do.
+      TypeError: If the dataset is of a kind that isn't listed above. The message explains what to do.
       ValueError: If a dataset of examples is already batched, or if the rows of a batch can't be divided evenly among
         the processes.
     """

@@ -58,14 +58,14 @@ class DatasetPosition:
         - "skip": No state. The order of the batches is the same each time, so the consumed batches are read again and
           skipped.
         - "unknown": No state, and no way to return to the position.
-      count: The number of batches consumed since the start of the epoch, including batches that were read but not
-        returned (see `PositionedIterator.left_out`).
+      count: The number of batches consumed since the start of the epoch, including batches that were left out (see
+        `PositionedIterator.left_out`).
       state: The encoded state of the source at the position or at a mark before it (see `PositionedIterator.mark`). May
         contain raw bytes. For "sequence" and "index", the index of the next batch. For "skip" and "unknown", None.
-      skip: The number of batches to read and skip after restoring `state`. If `state` is None, the batches are skipped
-        from the start of the epoch.
-      next: The `fingerprint` of the next batch, which a resumed run compares with the batch that it reads. None if the
-        next batch hasn't been read.
+      skip: The number of batches to read and skip after restoring `state`. If `state` is None, these are the first
+        batches of the epoch.
+      next: The `fingerprint` of the next batch, or None if that batch hasn't been read. A resumed run compares it with
+        the fingerprint of the first batch that it reads.
     """
 
     kind: str
@@ -119,9 +119,9 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     {'x': 3}
 
     A consumer that reads ahead calls `mark` whenever it has used all batches read so far, and later calls
-    `position(count)`. Grain datasets, sequences, and the results of `from_index` return to a position directly. For
-    tf.data, a checkpoint of the iterator is restored. If the last mark comes before the position, the batches in
-    between are read and skipped.
+    `position(count)`. In Grain datasets, sequences, and the results of `from_index`, `seek` jumps directly to a
+    position. For tf.data, it restores a checkpoint of the tf.data iterator. If the last mark comes before the position,
+    the batches in between are read and skipped.
 
     Args:
       dataset: An iterator or iterable of batches. If it is a `PositionedIterator`, or if iterating over it creates one,
@@ -341,7 +341,7 @@ def _iterate(dataset: Any, to_numpy: bool) -> Iterator[types.Batch]:
 
 
 def skip_to(iterator: PositionedIterator, count: int) -> None:
-    """Reads and discards batches until `count` batches have been read."""
+    """Reads and discards batches until `count` batches have been read since the start of the epoch."""
     if iterator.count < count:
         logging.info("Reading and skipping %d batches of %s.", count - iterator.count, name_of(iterator.inner))
     while iterator.count < count:
@@ -389,10 +389,10 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Counts back `before` used batches from batch `number`. Returns the number of the batch at which the count ends.
+    """Returns the number of the used batch that comes `before` used batches earlier than batch `number`.
 
     Batches are numbered from 1. All batches except those in `left_out` are used. If batch `number` itself is left out,
-    the count starts at the last used batch before it. Returns 0 if there are too few used batches.
+    the last used batch before it takes its place. Returns 0 if there are too few used batches.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]
@@ -408,7 +408,7 @@ def number_before(number: int, before: int, left_out: Collection[int]) -> int:
 @final
 @dataclasses.dataclass(frozen=True)
 class DataWithOptions(Wrapper, Iterable[types.Batch]):
-    """A dataset with options for the iterators over it. Each iteration starts a new epoch."""
+    """A dataset with options for the iterators over it. Each call to `iter` starts a new epoch."""
 
     inner: Any
     prefetch: int = 0
