@@ -38,7 +38,7 @@ def batched(
         any format, a list, or any other object with `__len__` and `__getitem__`, such as a Grain `MapDataset`.
       size: The number of examples per batch.
       seed: A non-negative int that seeds the shuffling. Each epoch has a different order. If None, the examples aren't
-        shuffled. Shuffling uses up to 16 bytes of memory per example, because it keeps the orders of two epochs.
+        shuffled. Shuffling keeps the orders of up to two epochs in memory. Each order takes 8 bytes per example.
       num_epochs: The number of epochs in the dataset, or None to repeat the examples endlessly. With `train_epochs=N`,
         a run makes N passes over the dataset, each of which consists of `num_epochs` epochs (by default, one). An
         evaluation without `num_steps` makes one pass.

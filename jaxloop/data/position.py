@@ -461,9 +461,9 @@ def prove(data: Any) -> str | None:
     """Checks that a new iterator over a dataset can return to a saved position. Returns a message if it can't.
 
     The check reads two batches, saves the position, moves a second iterator to that position, and compares the next
-    batch from each iterator. The message explains the differences and what to do. A message is also returned if reading
-    the second batch overwrites the first one. Returns None if no problem is found, if the dataset is an iterator, or if
-    its position can't be saved.
+    batches of the two iterators. The message explains the differences and what to do. A message is also returned if
+    reading the second batch overwrites the first one. Returns None if no problem is found, if the dataset is an
+    iterator, or if positions in the dataset can't be saved.
 
     >>> prove([1, 2, 3, 4]) is None
     True

@@ -29,7 +29,7 @@ class Reader:
     Attributes:
       source, prefetch: The arguments of the same names.
       batches: The iterator that the batches are read from.
-      marks: The latest marks. Each is a pair of a number of batches and the state of the source after these batches.
+      marks: The latest marks. Each mark is a pair `(count, state)`: the state of the source after `count` batches.
       peeked: A list that holds the batch read by `peek` until that batch is returned.
       recent: The most recently returned batches.
       has_ended: True if there are no more batches.
@@ -75,8 +75,8 @@ class Reader:
         """Returns the fingerprint of a recent batch or of the next one.
 
         Returns `END` if the next batch is requested but the data has ended. Returns None if the requested batch hasn't
-        been read yet or is no longer available. If it is no longer available, the reader starts to keep the last
-        `num_back` batches.
+        been read yet or is no longer available. In the latter case, the reader keeps the last `num_back` batches from
+        then on.
 
         Args:
           num_back: The requested batch: 0 for the next batch, 1 for the batch that was returned last, 2 for the batch

@@ -34,7 +34,10 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
-    """Returns `function(index)`, a batch or an example. Converts a `StopIteration` to a `RuntimeError`."""
+    """Calls `function(index)` and returns the result. If it raises `StopIteration`, raises a `RuntimeError` instead.
+
+    The result is a batch or an example.
+    """
     try:
         return function(index)
     except StopIteration as error:
@@ -94,8 +97,8 @@ class IndexedBatches(Iterable[types.Batch]):
     Attributes:
       make_batch: A pure function that returns the batch at a given index.
       num_batches: The number of batches in an epoch, or None for an endless dataset.
-      make_pass: A function that returns the dataset for a given pass, counting from 0. The returned dataset has the
-        same `make_pass`. None if all passes are the same.
+      make_pass: None if all passes are the same. Otherwise, a function that takes the number of a pass (counting from
+        0) and returns the dataset for that pass. The returned dataset has the same `make_pass`.
     """
 
     make_batch: Callable[[int], types.Batch]
@@ -139,7 +142,7 @@ def pass_of(data: Any, number: int = 0) -> Any:
 
 
 def _innermost(data: Any) -> Any:
-    """Removes all of jaxloop's wrappers from a dataset or iterator. Returns the dataset or iterator inside."""
+    """Removes all of jaxloop's wrappers from a dataset or iterator. Returns the innermost dataset or iterator."""
     while isinstance(data, Wrapper):
         data = data.inner
     return data
@@ -194,9 +197,9 @@ class _TensorFlow(Source):
 
     If the dataset is shuffled, a seed generator determines the order of the next epoch. All iterators over the dataset
     share this generator, and creating an iterator advances it. Restoring an iterator restores the generator only if the
-    shuffle still has elements. Therefore, the state before the first batch is saved too: restoring an iterator from
-    that state resets the generator to where it was at the start of the epoch. The state before the first batch is not
-    saved if a `repeat` or `cache` follows a shuffle, because resetting the generator would then be wrong.
+    shuffle has elements left. Therefore, the state before the first batch is saved too: restoring an iterator from that
+    state resets the generator to its state at the start of the epoch. The state before the first batch is not saved if
+    a `repeat` or `cache` follows a shuffle, because resetting the generator would then be wrong.
 
     Args:
       iterator: The iterator.
@@ -440,7 +443,7 @@ _TENSOR = "torch.Tensor"
 
 
 def _encode(state: Any) -> Any:
-    """Encodes a state that may contain tensors."""
+    """Encodes a state that may contain PyTorch tensors, so that it can be stored in JSON."""
     without = lambda leaf: {_TENSOR: leaf.cpu().numpy()} if library(leaf) == "torch" else leaf
     return encoding.encode(jax.tree.map(without, state))
 
