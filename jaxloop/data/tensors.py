@@ -11,7 +11,7 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns the library that defines a value's class or one of its base classes: "tensorflow", "torch" or None.
+    """Returns "tensorflow" or "torch" if that library defines a value's class or one of its base classes, else None.
 
     >>> library(np.ones(2)) is None
     True

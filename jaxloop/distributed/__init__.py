@@ -35,12 +35,12 @@ def initialize(
     """Connects this process to the other processes of its job. Call this function before using JAX.
 
     If the first three arguments are not given, this function reads the environment variables JAXLOOP_COORDINATOR,
-    JAXLOOP_NUM_PROCESSES and JAXLOOP_PROCESS_ID. If they are not set, it detects jobs on SLURM, Open MPI, Cloud TPUs
-    and Kubernetes, as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer, and mpi4py. If no job
-    is found, the program continues as a single process.
+    JAXLOOP_NUM_PROCESSES and JAXLOOP_PROCESS_ID. If these variables are not set, the function detects jobs on SLURM,
+    Open MPI, Cloud TPUs and Kubernetes, as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer,
+    and mpi4py. If no job is found, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
-    exception and the process index, and exits immediately. The other processes detect this within `heartbeat_secs` and
+    exception and its process index, and exits immediately. The other processes detect this within `heartbeat_secs` and
     also exit.
 
     >>> initialize()  # doctest: +SKIP
@@ -49,7 +49,7 @@ def initialize(
       coordinator_address: The `host:port` of process 0.
       num_processes: The number of processes.
       process_id: The zero-based index of this process.
-      local_device_ids: The GPUs that this process uses, or None to use all GPUs on the machine.
+      local_device_ids: The IDs of the GPUs that this process uses, or None to use all GPUs on the machine.
       start_secs: The maximum number of seconds to wait for the other processes to join.
       heartbeat_secs: The number of seconds without a heartbeat after which a process is considered to have failed.
       shutdown_secs: The maximum number of seconds that a process waits for the others after finishing normally.

@@ -39,7 +39,10 @@ MESSAGE = np.dtype([*_HEAD, ("secs", np.float64), ("batches", _BATCH, _MAX_BATCH
 
 
 def known_to_all_processes(error: Any) -> Any:
-    """Marks an error as known to all processes, which means that all stop at the same step. Returns the error."""
+    """Marks an error as one that all processes know about, and that therefore stops them all at the same step.
+
+    Returns the error.
+    """
     error._jaxloop_is_known_everywhere = True
     return error
 
@@ -88,8 +91,8 @@ def _without_addresses(text: str) -> str:
 def _exchange() -> tuple[NamedSharding, Callable[[jax.Array], jax.Array]]:
     """Returns the sharding and the function that are used to exchange messages.
 
-    The sharding is for an array in which each process holds one row, the message that it sends. The function copies all
-    rows to every process.
+    The sharding is for an array in which each process holds one row. This row is the message that the process sends.
+    The function copies all rows to every process.
     """
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[place] for place in range(jax.process_count())]), ("processes",))
@@ -113,7 +116,7 @@ def _send_message(about: str, **fields: Any) -> _Messages:
 
 
 def _error_for(failed: np.ndarray) -> ProcessError:
-    """Returns an error that names the failed processes, given an array with one bool per process."""
+    """Returns an error that names the failed processes. `failed` has one bool per process."""
     places = ", ".join(map(str, np.flatnonzero(failed)))
     return known_to_all_processes(
         ProcessError(f"Process {places} of {len(failed)} has failed. See the error in its own output.")
@@ -222,7 +225,8 @@ class Job:
     def receive(self, messages: _Messages) -> np.ndarray:
         """Waits for the messages from all processes and returns them.
 
-        If a message reports a signal or a pause request, it takes effect in this process; see `Interruptible.confirm`.
+        If a message reports a signal or a pause request, that signal or request takes effect in this process; see
+        `Interruptible.confirm`.
         """
         received = messages.read()
         if received["signum"].any():
@@ -259,7 +263,7 @@ class Job:
         return list(map(json.loads, gather_texts(json.dumps(value)))) if self.is_shared else [value]
 
     def knows(self, error: BaseException) -> bool:
-        """Returns True if all processes know the given error, so that they all stop at the same step.
+        """Returns True if all processes know about the given error and therefore stop at the same step.
 
         Always True if there is only one process.
         """
@@ -275,7 +279,7 @@ class Job:
 class Pace(NamedTuple):
     """The number of batches per vote, and the time of the latest vote. (`JointReader` explains votes.)
 
-    The number is adjusted so that the batches of a vote take about 50 ms of training, and signals take effect quickly.
+    The number of batches is adjusted so that training on them takes about 50 ms. Signals therefore take effect quickly.
 
     >>> Pace(size=4, secs=7.0).at(7.02), Pace(size=4, secs=7.0).at(8.0)
     (Pace(size=8, secs=7.02), Pace(size=2, secs=8.0))
@@ -365,7 +369,7 @@ class OwnBatches:
         self._error: Exception | SystemExit | None = None  # The exception that comes after these batches.
 
     def vote(self, start: int, size: int) -> dict[str, Any]:
-        """Returns the fields of this process's vote on `size` batches of `ahead`, beginning with index `start`.
+        """Returns the fields of this process's vote on `size` batches of `ahead`, beginning at index `start`.
 
         If `ahead` has too few batches, reads more of them first. The vote covers fewer than `size` batches if the data
         ends or an error occurs.
