@@ -418,7 +418,7 @@ class OwnBatches:
 
 @final
 class JointReader:
-    """Reads the same number of batches in all processes, and computes the total number of examples of each step.
+    """Reads the same number of batches in all processes, and computes the total number of examples in each step.
 
     The processes vote on the next few batches, which each process reads ahead of time. A vote is a message from one
     process to all others. It contains the sizes of that process's batches, and tells the others whether that process
@@ -459,7 +459,7 @@ class JointReader:
         self._sent, self._left = None, limit
 
     def __call__(self) -> tuple[types.Batch, int]:
-        """Returns the next batch of this process, and the number of examples that all processes have for this step."""
+        """Returns the next batch of this process, and the total number of examples in all processes' next batches."""
         while not self._agreed:
             sent, size = self._sent or self._send(0)
             # One vote ahead, so that the replies have arrived when they are needed.
@@ -474,8 +474,8 @@ class JointReader:
     def _send(self, start: int) -> tuple[_Messages, int]:
         """Sends this process's vote on the next batches, skipping the first `start` batches that have been read ahead.
 
-        Returns a pair: the votes of all processes, which need not have arrived yet, and the maximum number of batches
-        that each of these votes covers.
+        Returns a pair `(votes, size)`. `votes` contains the votes of all processes, which need not have arrived yet.
+        Each process's vote covers at most `size` batches.
         """
         size = int(max(min(self._pace.size, self._left), 1))
         self._left -= size

@@ -132,9 +132,10 @@ class Interruptible:
 
     @property
     def to_confirm(self) -> int:
-        """The number of the signal or pause request that all processes still have to confirm, or 0 if there is none.
+        """The unconfirmed signal or pause request: the signal's number, 1 for a pause request, or 0 if there is none.
 
-        This process has received the signal or request, but it doesn't take effect until `confirm` is called.
+        This process has received the signal or request, but it takes effect only after all processes know about it and
+        `confirm` is called.
         """
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
@@ -142,7 +143,7 @@ class Interruptible:
         """Puts a signal or request into effect, no matter which process of the job received it.
 
         The hosts of a cluster may receive a signal at different times. If a signal reaches this process only after
-        its confirmation, it still counts as the first signal, not as a second one.
+        it was confirmed, it still counts as the first signal, not as a second one.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
