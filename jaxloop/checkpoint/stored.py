@@ -33,7 +33,7 @@ def storable(tree: Any) -> Any:
 
 
 def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
-    """Returns a copy of a tree in which the leaves at the paths in `values` are replaced with these values.
+    """Returns a copy of a tree with new values for the leaves whose paths are in `values`.
 
     To replace a typed PRNG key, pass the new key's data.
 
@@ -50,7 +50,7 @@ def with_values(tree: Any, values: Mapping[str, Any]) -> Any:
 
 
 def template_of(state: Any) -> Any:
-    """Returns a template for restoring a state. It consists of shapes, dtypes and shardings, and contains no arrays.
+    """Returns a template for restoring a state. Each array is replaced with its shape, dtype and sharding.
 
     Typed PRNG keys are an exception: the template contains the keys themselves.
     """

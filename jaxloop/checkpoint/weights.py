@@ -95,7 +95,7 @@ def load_params(
 def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint], Any]) -> Any:
     """Opens a checkpoint, passes it to the function `load`, and returns the result.
 
-    `step` is the step of the checkpoint, or "newest" or "best".
+    `step` is the step of the checkpoint, "newest" or "best".
     """
     if step == "newest":
         found = read.open_newest(all_paths([directory]), load, quarantines=False)

@@ -26,7 +26,7 @@ def batched(
     """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position in the dataset.
 
     Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
-    the next. Each epoch contains every example exactly once, and only the last batch of a pass over the dataset can be
+    the next. Each epoch contains every example exactly once. In each pass over the dataset, only the last batch can be
     short.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
@@ -63,7 +63,7 @@ def batched(
 def _batches(
     take: "_Take", length: int, size: int, drop_remainder: bool, num_epochs: int | None, number_of_pass: int = 0
 ) -> IndexedBatches:
-    """Returns the dataset for one pass, which has `num_epochs` epochs or, if `num_epochs` is None, is endless.
+    """Returns the dataset for one pass. It has `num_epochs` epochs, or is endless if `num_epochs` is None.
 
     Passes are numbered from 0. Each pass continues where the previous one ended.
     """

@@ -64,8 +64,8 @@ class DatasetPosition:
         contain raw bytes. For "sequence" and "index", the index of the next batch. For "skip" and "unknown", None.
       skip: The number of batches to read and skip after restoring `state`. If `state` is None, these are the first
         batches of the epoch.
-      next: The `fingerprint` of the next batch, or None if that batch hasn't been read. A resumed run compares it with
-        the fingerprint of the first batch that it reads.
+      next: The `fingerprint` of the next batch, or None if that batch hasn't been read. After returning to the
+        position, a resumed run compares it with the fingerprint of its own next batch.
     """
 
     kind: str
@@ -297,13 +297,13 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
 
         Args:
           saved: The position.
-          raises: Whether to raise an error if the next batch differs. If False, a warning that lists the differences is
-            logged instead.
+          raises: Whether to raise an error if the next batch has a different fingerprint. If False, a warning that
+            lists the differences is logged instead.
 
         Raises:
           PositionUnknownError: If the source can't return to the position.
           ValueError: If the position was saved by a different kind of dataset or with a different batch size, if the
-            dataset ends before the position, or if the next batch differs and `raises` is True.
+            dataset ends before the position, or if the next batch has a different fingerprint and `raises` is True.
         """
         check_kind(saved.kind, self)
         self.left_out, source, prefetch = (), self._reader.source, self._reader.prefetch

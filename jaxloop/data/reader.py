@@ -64,7 +64,7 @@ class Reader:
     def mark(self, count: int) -> None:
         """Stores the source's current state as the mark after `count` batches.
 
-        Does nothing if there is already a mark after `count` or more batches, if `peek` has read another batch, or if
+        Does nothing if there is already a mark after `count` or more batches, if `peek` has read a later batch, or if
         there is a prefetch thread, which stores its own marks.
         """
         is_at_source = not self.peeked and not self.prefetch  # The source has returned no later batch.

@@ -34,9 +34,10 @@ _SEQUENCE_ITERATORS = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def made_by(function: Callable[[int], Any], index: int) -> Any:
-    """Calls `function(index)` and returns the result. If it raises `StopIteration`, raises a `RuntimeError` instead.
+    """Returns the result of `function(index)`, which is a batch or an example.
 
-    The result is a batch or an example.
+    Raises:
+      RuntimeError: If the function raises `StopIteration`.
     """
     try:
         return function(index)
@@ -161,8 +162,8 @@ class Source:
       problem: A message that explains why the state can't be saved and what to do, or None if there is no problem.
 
     Hooks:
-      read: Reads the current state. Called before the first batch and then either after each batch that is read ahead
-        (if `is_cheap`) or whenever a checkpoint may be saved.
+      read: Reads the current state. Called before the first batch is read, and later whenever a checkpoint may be saved
+        or, if `is_cheap`, after each batch that is read ahead.
     """
 
     kind: str

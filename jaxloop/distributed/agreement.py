@@ -420,10 +420,10 @@ class OwnBatches:
 class JointReader:
     """Reads the same number of batches in all processes, and computes the total number of examples in each step.
 
-    The processes vote on the next few batches, which each process reads ahead of time. A vote is a message from one
-    process to all others. It contains the sizes of that process's batches, and tells the others whether that process
-    has reached the end of its data, raised an error, or received Ctrl-C or SIGTERM. All processes can thus stop at the
-    same batch.
+    Each process reads a few batches ahead, and the processes vote on these batches. A vote is a message from one
+    process to all others. It contains the sizes of the sender's batches, and tells the others whether the sender has
+    reached the end of its data, raised an error, or received Ctrl-C or SIGTERM. All processes can thus stop at the same
+    batch.
 
     Args:
       who: A description of the loop that reads the batches. It must be the same in all processes.

@@ -134,16 +134,16 @@ class Interruptible:
     def to_confirm(self) -> int:
         """The unconfirmed signal or pause request: the signal's number, 1 for a pause request, or 0 if there is none.
 
-        This process has received the signal or request, but it takes effect only after all processes know about it and
-        `confirm` is called.
+        This process has received the signal or request, but it takes effect only when `confirm` is called, once all
+        processes know about it.
         """
         return self.unconfirmed or (_PAUSE if self._pause_is_unconfirmed else 0)
 
     def confirm(self, signum: int) -> None:
         """Puts a signal or request into effect, no matter which process of the job received it.
 
-        The hosts of a cluster may receive a signal at different times. If a signal reaches this process only after
-        it was confirmed, it still counts as the first signal, not as a second one.
+        The hosts of a cluster may receive a signal at different times. If a signal reaches this process only after the
+        processes have confirmed it, it still counts as the first signal, not as a second one.
         """
         if signum == _PAUSE:
             self.pauses, self._pause_is_unconfirmed = True, False
