@@ -1,4 +1,4 @@
-"""A complete training example, and a tiny regression for docstring examples and tests."""
+"""A complete training example, and a tiny regression problem for docstring examples and tests."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class _RegressionStep(Step):
 def tiny_regression(
     num_batches: int = 100, *, train: bool = True, **step_options: Any
 ) -> tuple[Step, Any, list[dict[str, np.ndarray]]]:
-    """Creates a linear regression that trains almost instantly, for docstring examples.
+    """Creates a linear regression problem that trains almost instantly, for docstring examples and tests.
 
     Returns:
       The tuple `(step, state, batches)`: a step, its initial state, and a list of batches, each of which is a dict with

@@ -7,8 +7,9 @@ The first command writes checkpoints, TensorBoard events, the metrics (history.j
 (learning_curves.png) to runs/digits. Ctrl-C saves the state and exits with code 130.
 
 Run the same command again to resume. An interrupted run continues from its newest checkpoint and ends with the same
-parameters as an uninterrupted one. If the run has finished, the command prints its result; add --train_steps=1200 to
-continue training. The flag --check prints the plan of the run and any problems, without training.
+parameters as an uninterrupted one. If the run has already finished, the command prints the final result again;
+add --train_steps=1200 to continue training. The flag --check prints the plan of the run and any problems, without
+training.
 """
 
 import pathlib
@@ -59,7 +60,7 @@ def accuracy(logits: jax.Array, batch: jaxloop.Batch) -> jax.Array:
 
 
 def shift_at_random(key: jax.Array, images: jax.Array) -> jax.Array:
-    """Shifts each image at random by up to one pixel, vertically and horizontally, to reduce overfitting."""
+    """Randomly shifts each image by up to one pixel vertically and horizontally, to reduce overfitting."""
     padded = jnp.pad(images, ((0, 0), (1, 1), (1, 1), (0, 0)))
     corners = jax.random.randint(key, (len(images), 2), 0, 3)
     crop = lambda image, corner: jax.lax.dynamic_slice(image, (*corner, 0), images.shape[1:])

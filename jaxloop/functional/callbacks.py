@@ -66,7 +66,7 @@ Tasks = Mapping[Any, Any] | Iterable[tuple[Any, Any]]
 def end_row(loop_state: LoopState, rows: list[tuple[Elapsed, Logs]] | None = None) -> None:
     """Moves the current step's outputs and logs from `loop_state` to the history.
 
-    If `rows` is given, appends the logs to `rows` instead.
+    If `rows` is given, the logs are appended to `rows` instead of to the history. The outputs always go to the history.
     """
     ended, outputs = loop_state.logs, loop_state.outputs
     if ended:
@@ -106,17 +106,20 @@ def _num_arguments(callback: Callable[..., Any]) -> int:
 
 @final
 class FunctionTask(Item):
-    """An item that calls a callback other than an action, and stores the logs, outputs and state that it returns.
+    """An item that calls a callback and stores the logs, outputs and state that the callback returns.
+
+    Actions are called by an `ActionTask` instead.
 
     Args:
-      of: The callback.
+      of: The callback, which must not be an action.
       interval: The schedule of the callback.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
       is_compiled: True if the callback is a compiled function, which doesn't receive the `LoopState`.
-      interval: The argument `interval`, or `never()` if a `TaskProgram` calls the callback instead of the engine.
+      interval: The argument `interval`, or `never()` if the callback is called by a `TaskProgram` rather than by the
+        engine.
       name, time_category: See `Item`.
     """
 
@@ -167,7 +170,7 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first logs and outputs, and determines whether they share arrays with the state."""
+        """Checks the callback's first non-empty results, and records whether they share arrays with the state."""
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.
@@ -183,7 +186,7 @@ class FunctionTask(Item):
 
 
 def call_of(callback: Callback) -> Callable[[LoopState], Any]:
-    """Converts any callback except an action to a function of the `LoopState`."""
+    """Returns a function that takes the `LoopState` and calls the callback. The callback must not be an action."""
     if isinstance(callback, Step):
         return lambda loop_state: _call_step(callback, loop_state)
     call = getattr(callback, "__loop_callback__", None)
@@ -217,13 +220,13 @@ class ActionTask(ActionItem):
     """An item that calls an action with the values that were logged since the action's previous call.
 
     Args:
-      of: The callback: the action, or a tool that wraps it.
+      of: The callback, which is either the action itself or a tool that wraps it.
       action: The action.
       loop_state: The state of the loop.
 
     Attributes:
       of: The callback.
-      schedules: The callback's schedules in the tasks. The action is due when any of them fires.
+      schedules: The schedules under which the tasks list the callback. The action is due when any of them fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):

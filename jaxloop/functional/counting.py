@@ -38,7 +38,7 @@ def elapse(
         the dataset is read to its end. A warning is logged if the dataset ends before `stop`.
       start: The progress of an earlier run, from which counting continues.
       num_examples: A function that returns the number of examples in a batch. If None, the number is the length of
-        the leading axis of the batch's arrays, or 1 if they have none.
+        the leading axis of the batch's arrays, or 1 if the arrays are scalars or differ in this length.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
@@ -94,7 +94,7 @@ def is_over(stop: Schedule | None, start: Elapsed) -> bool:
 
 
 def warn_of_early_end(start: Elapsed, elapsed: Elapsed, stop: Schedule | None) -> None:
-    """Logs a warning if the dataset, which has ended, was empty or ended before `stop`.
+    """Logs a warning if the dataset was empty or ended before `stop`. Called when the dataset ends.
 
     Args:
       start: The progress of the run before it read the dataset.

@@ -54,8 +54,8 @@ class Logs(dict[str, Any]):
         `train_step` stores these variables in the state. To add a variable to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        Assigning other logs to `updates`, as in `logs.updates, state = train_step(state, batch)`, merges the assigned
-        logs, except for their collection `updates`, into this object.
+        An assignment such as `logs.updates, state = train_step(state, batch)` merges the assigned logs into this
+        object, but ignores their collection `updates`.
         """
         return self.setdefault("updates", Logs())
 
@@ -111,9 +111,9 @@ def entries(logs: Mapping[str, Any]) -> dict[str, Any]:
 def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the values in logs, keyed by short name.
 
-    Entries in the collections `metrics` and `losses` keep their names, such as `loss`. Names in other collections are
-    prefixed with the collection's name, as in `test/loss`. A value that was logged with its weight is returned as a
-    `Weighted`.
+    In the collections `metrics` and `losses`, the short name of a value is the name under which it was logged, such as
+    `loss`. In all other collections, this name is prefixed with the collection's name, as in `test/loss`. A value that
+    was logged with a weight is returned as a `Weighted`.
     """
     named = {}
     joined = metrics.join_weights(entries(logs))
