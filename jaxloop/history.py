@@ -60,9 +60,9 @@ class _Form:
 
     Attributes:
       paths: The paths of the values, such as `train.loss`.
-      groups: The set of the first names in the paths, such as `train` for `train.loss`.
-      places: A dict of indices into a stored tuple. Its keys are "steps", "samples", "time" and "loops", and the paths
-        of the values.
+      groups: The set of the first components of the paths, such as `train` for `train.loss`.
+      places: A dict that maps "steps", "samples", "time" and "loops", as well as the path of each value, to the index
+        of that field or value in a stored tuple.
 
     Raises:
       TypeError: If a key is not a string.

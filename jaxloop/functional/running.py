@@ -52,9 +52,9 @@ def loop(
 
     The callbacks are called in the order of the tasks, except that actions and tools (such as `early_stopping`) are
     called after all other callbacks, and checkpoints are saved last. A callback is a function that takes up to four
-    positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any other parameters need defaults. It
-    returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It may
-    also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also
+    positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any other parameters must have defaults.
+    It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It
+    may also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also
     callbacks, and so are objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
     The logs of a step become one row of the history. The loop doesn't wait for the devices unless a callback reads a
@@ -63,18 +63,20 @@ def loop(
 
     Callbacks that come first in `tasks` and are due at every step, such as the train step, are called as soon as
     the step's batch has been read. Before any other callback is called, the loop reads the next batch, as an
-    `OuterLoop` does, to determine `elapsed.is_last`. A checkpoint that is saved then still stores the position before
-    that batch. However, if one of the other callbacks stops the loop and the dataset is an iterator, the batch is lost.
+    `OuterLoop` does, to determine `elapsed.is_last`. A checkpoint saved at this point nevertheless stores the position
+    before the next batch. However, if one of the other callbacks stops the loop and the dataset is an iterator, the
+    next batch is lost.
 
     Unlike an `OuterLoop`, the loop supports neither `check` nor multiple processes. When it starts, it warns only about
     schedules that would never fire. Other problems that an `OuterLoop` reports at the start, such as a `patience` that
     exceeds the length of the run, become apparent only during the run.
 
     If the tasks include `checkpoint(directory, resume=True)`, the loop resumes from the newest checkpoint. It restores
-    the state (including NumPy and Python numbers), the position in the dataset, the history, and `LoopState.metadata`.
-    It also restores the state of the tools, and of each `__loop_callback__` object that has the methods `state_dict()`
-    and `load_state_dict(state_dict)`. When the loop resumes, it may call callbacks at the step of the checkpoint, with
-    None as the batch: for example, callbacks whose schedule is `last()` if the checkpoint is from the last step.
+    the train state, the position in the dataset, the history, and `LoopState.metadata`. Leaves of the train state that
+    were NumPy values or Python numbers are restored as such. The loop also restores the state of the tools, and of each
+    `__loop_callback__` object that has the methods `state_dict()` and `load_state_dict(state_dict)`. When the loop
+    resumes, it may call some callbacks at the step of the checkpoint, and passes None to them as the batch. For
+    example, it may call callbacks whose schedule is `last()` if the checkpoint is from the last step.
 
     Args:
       state: Any pytree. If a callback such as `train_step` donates it, use the returned state afterwards.
@@ -120,9 +122,10 @@ def loop(
 
 @final
 class TaskLoop(Loop):
-    """A single call to `loop`. The callbacks share a `LoopState`, so the state that the engine handles is always None.
+    """A single call to `loop`.
 
-    A `TaskLoop` is also a `Saveable`: it provides what a checkpoint stores about the loop and its callbacks.
+    The callbacks share a `LoopState`, which holds the train state. The engine is always given None as the state. A
+    `TaskLoop` is also a `Saveable`: it provides what a checkpoint stores about the loop and its callbacks.
 
     Args:
       loop_state: The state of the loop.
@@ -248,7 +251,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a dict of JSON values, and a dict of the train states that actions keep; see `Saveable`."""
+        """Returns two dicts: one of JSON values, and one of the train states that actions keep. See `Saveable`."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}
@@ -256,7 +259,11 @@ class TaskLoop(Loop):
         return saved, {index: checks.as_arrays(state) for index, state in kept.items()}
 
     def load_state_dict(self, saved: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Restores the loop from the result of `state_dict`, including the NumPy and Python numbers in the state."""
+        """Restores the loop from the result of `state_dict`.
+
+        Also converts the leaves of the train state back to the kinds they had when they were saved: JAX arrays, NumPy
+        values or Python numbers.
+        """
         self.loop_state.metadata.update(encoding.decode(saved["metadata"]))
         as_saved = lambda path, leaf: as_kind(saved["on_host"].get(checks.path_name(path)), leaf)
         restore = functools.partial(jax.tree_util.tree_map_with_path, as_saved)

@@ -89,7 +89,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf: "numpy", "builtins" for a Python number, or None for a JAX array."""
+    """Returns the kind of a leaf: "numpy" for a NumPy value, "builtins" for a Python number, or None for a JAX array."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
@@ -112,14 +112,15 @@ def checkpoint(
     In a hand-written loop, call the callback with `(elapsed, state, logs)`. It returns once the state is on disk.
 
     In a `loop`, the callback saves everything that a run needs to resume. It saves asynchronously, after all other
-    callbacks of the step. The loop waits for pending saves before it returns. To restore the state, call
-    `checkpoint(directory).restore(state)`.
+    callbacks of the step. The loop waits for pending saves before it returns.
+
+    In both cases, `checkpoint(directory).restore(state)` restores the newest saved state.
 
     Args:
       directory: The directory for the checkpoints, each of which gets its own subdirectory. The path may be relative.
       keep: The number of recent checkpoints to keep, or None to keep all.
-      monitor: The name of the logged value that determines the best checkpoint, which is also kept. The value must be
-        logged at every step at which a checkpoint is saved.
+      monitor: The name of the logged value that determines the best checkpoint. If given, the best checkpoint is kept
+        too, and the value must be logged at every step at which a checkpoint is saved.
       mode: "min" if the smallest value is the best, "max" if the largest is, or "auto" to infer it from the name; see
         `jaxloop.actions.Monitor`.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If this is True and no history is
@@ -192,7 +193,7 @@ class _InnerLoop:
 
 
 def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _InnerLoop:
-    """Returns a callback that runs another loop, such as an evaluation during training, and logs that loop's means.
+    """Returns a callback that runs another loop, such as an evaluation, and logs the means of that loop's values.
 
     `{every(1000): inner_loop("test", lambda state: loop(state, test_data, {every(1): test_step}))}` logs `test.loss`,
     the mean over all examples. An evaluation that is interrupted by Ctrl-C doesn't log anything; a resumed loop repeats
