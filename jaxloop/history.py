@@ -233,12 +233,12 @@ class History:
         only the longer of the two files is kept.
 
         Args:
-          steps: The number of completed updates at which the run continues, or 0 to start over.
-          num_rows: The number of rows that the history had at that point, if known. Later rows for the same step are
-            also dropped, because the run will add them again.
-          checksum: The value that the method `checksum` returned at that point. If the beginning of the file no longer
-            has this checksum, the file is moved to `<path>.damaged`. A new file then contains the rows up to that point
-            that can still be read, and a warning reports their number.
+          steps: The step (the number of completed updates) from which the run continues, or 0 to start over.
+          num_rows: The number of rows that the history had when the run was saved at this step, if known. Later rows
+            for the same step are also dropped, because the run will add them again.
+          checksum: The value that the method `checksum` returned at that time. If the beginning of the file no longer
+            has this checksum, the file is moved to `<path>.damaged`. A new file is then written with all rows up to
+            this step that are still readable, and a warning reports how many there are.
 
         Raises:
           ValueError: If a line of the file is malformed and no checksum was given.
@@ -323,8 +323,8 @@ class History:
             other names are full paths or unambiguous suffixes of paths. A full path takes precedence.
 
         Returns:
-          A tuple with one list per name, or just the list if there is only one name. The lists are empty if the history
-          is empty.
+          A tuple with one list per name, or just the list if there is only one name. The lists are empty if no row
+          contains a value for every name.
 
         Raises:
           ValueError: If a name doesn't match any value, or matches more than one.
@@ -342,14 +342,17 @@ class History:
         return lists[0] if len(lists) == 1 else tuple(lists)
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`, for `pandas.DataFrame`."""
+        """Returns a list with one flat dict per row, such as `{"steps": 100, ..., "train.loss": 0.5}`.
+
+        The list can be passed to `pandas.DataFrame`.
+        """
         return [form.to_record(stored) for form, stored in self._table()]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
         """Returns the rows after a given step as flat dicts; see `to_records`. Doesn't wait for the devices.
 
-        A row is left out if all its values belong to the groups in `without`. The group of a value is the first name in
-        its path, such as `eval`.
+        A row is left out if all its values belong to the groups in `without`. The group of a value is the first
+        component of its path, such as `eval`.
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
@@ -425,7 +428,10 @@ class History:
     # Inside ----------------------------------------------------------------------------------------
 
     def _add(self, rows: Sequence[tuple[Elapsed, Any]]) -> None:
-        """Appends rows in memory. Raises an error if a row is invalid (see `commit`) or if the rows' keys differ."""
+        """Appends rows without writing them to the file.
+
+        Raises an error if a row is invalid (see `commit`), or if the keys of the rows differ.
+        """
         columns: dict[tuple[str, ...], list[Any]] = {}
         _collect([logs for _, logs in rows], (), columns)
         form = _form_of(tuple(columns))
@@ -445,10 +451,11 @@ class History:
     def _write(self, end: int) -> None:
         """Copies the device values of the first `end` rows to the host, and writes these rows to the file, if any.
 
-        Also writes the rows after these, up to the first row with a device value.
+        Also writes the rows that follow, up to the next row that contains a device value.
 
         Raises:
-          ValueError: If one of the device values has been donated. The history then contains NaN in its place.
+          ValueError: If any of these device values has been donated. The history then contains NaN in place of each
+            donated value.
         """
         lost: list[str] = []
         for number, form in enumerate(self._forms[self._num_read : end], self._num_read):
@@ -468,7 +475,8 @@ class History:
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file; see `_File.lines` for the effect of `checksum`.
 
-        If a checksum is given, malformed lines are skipped, because the caller compares the checksums afterwards.
+        If a checksum is given, malformed lines are skipped, because the caller then compares this checksum with that of
+        the lines that were read.
 
         Raises:
           ValueError: If a line is malformed and no checksum was given.
@@ -530,9 +538,10 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
     """Adds the (nested) logs of several rows to `columns`.
 
     Args:
-      rows: The logs of the rows, or the dicts at the same place inside those logs.
-      outer: The keys that lead to that place, starting with the outermost key. Empty if `rows` are whole logs.
-      columns: A dict that maps the tuple of keys of each value to a list with one value per row.
+      rows: The logs of each row. In a recursive call, a dict nested in the logs of each row.
+      outer: The keys that lead from the logs to this nested dict, from the outermost to the innermost. Empty if `rows`
+        contains whole logs.
+      columns: A dict that maps the keys of each value, as a tuple, to a list with one value per row.
 
     Raises:
       TypeError: If the first row is not a dict, or a value is not a scalar.
@@ -664,7 +673,7 @@ class _File:
     def lines(self, checksum: Mapping[str, Any] | None) -> Iterator[bytes]:
         """Yields the file's complete lines, and stops once the lines read so far have the given checksum.
 
-        Yields all complete lines if they never have that checksum, or if `checksum` is None.
+        Yields all complete lines if no part from the start of the file has this checksum, or if `checksum` is None.
         """
         with files.open_file(self.path, "rb") as file:
             while self.checksum() != checksum and (line := file.readline()):

@@ -79,8 +79,8 @@ class Loop:
         """The loop's training progress. `elapsed.previous` is the progress one batch earlier.
 
         `elapsed.time` is the number of seconds that this loop has spent training. If `state.step` at the start of a
-        call differs from `state.step` at the end of the previous call, samples and time are reset to zero. Call
-        `resume` to continue counting from an earlier run.
+        call to this loop differs from `state.step` at the end of the previous call, samples and time are reset to zero.
+        To continue from the progress of an earlier run, call `resume`.
         """
         return self.engine.run.now
 

@@ -70,7 +70,7 @@ def wait(tree: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Returns True if a value has been computed. Anything that isn't a device array counts as computed.
 
-    Returns False for donated arrays. Also returns False for typed PRNG keys, for which JAX provides no such check.
+    Returns False for donated arrays. Also returns False for typed PRNG keys, because they have no `is_ready` method.
     """
     if not isinstance(array, jax.Array):
         return True
@@ -134,7 +134,7 @@ class LoopOutputs(dict[str, Any]):
     def between(self, begin: int, end: int) -> "LoopOutputs":
         """Returns the outputs of the steps with indices from `begin` to `end` (exclusive).
 
-        Values that are not lists are also returned, unchanged.
+        Values that are not lists are returned unchanged.
 
         >>> dict(LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).between(1, 3))
         {'loss': [2.0, 1.0], 'speed': 9.5}
@@ -250,13 +250,13 @@ def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a dict of the last step's scalars, given the outputs of a loop, which must already be on the host."""
+    """Returns a dict of the scalars of a loop's last step. The loop's outputs must already be on the host."""
     lists = {name: value[-1] for name, value in outputs.items() if isinstance(value, list) and value}
     return _measured(scalars_in(lists))
 
 
 def scalars_in(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scalars in a step's outputs, including `Weighted` and `MetricWithMetadata` objects with a scalar."""
+    """Returns a step's scalar outputs, including `Weighted` and `MetricWithMetadata` objects that hold a scalar."""
     return {name: each for name, each in outputs.items() if not is_metric(each) and np.ndim(value_of(each)) == 0}
 
 
@@ -370,7 +370,7 @@ def _is_number(value: Any) -> bool:
 def is_of_members(name: str) -> bool:
     """Returns True if a name refers to the value of a single member of a `jaxloop.Ensemble`.
 
-    Also returns True for names of the spread of the members' values.
+    Also returns True for the minimum, the maximum and the standard deviation of the members' values.
 
     >>> is_of_members("test/loss/members/3"), is_of_members("train.loss.members.max"), is_of_members("loss")
     (True, True, False)

@@ -89,7 +89,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf: "numpy" for a NumPy value, "builtins" for a Python number, or None for a JAX array."""
+    """Returns the kind of a leaf: None for a JAX array, "numpy" for a NumPy value, "builtins" for a Python number."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
