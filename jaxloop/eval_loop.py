@@ -20,8 +20,9 @@ class EvalLoop(ActionLoop):
         state and the outputs that the override returns.
       run, update_outputs, _get_next_batch, _run_one_step: See `Loop`.
 
-    `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These means are exact over the dataset,
-    even if the last batch is short. A short batch that can't be divided evenly across the mesh is replicated.
+    `jaxloop.metrics.summarize` computes example-weighted means of the outputs. These are the exact means over the
+    dataset, even if the last batch is short. A short batch that can't be divided evenly among the devices is
+    replicated.
 
     >>> from jaxloop import examples, metrics
     >>> step, state, batches = examples.tiny_regression()

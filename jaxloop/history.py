@@ -176,7 +176,7 @@ class History:
         self.commit_all([(elapsed, logs)])
 
     def commit_all(self, rows: Sequence[tuple[Elapsed, Mapping[str, Any]]]) -> None:
-        """Appends several rows `(elapsed, logs)`; see `commit`. Rows whose logs have the same keys are added faster.
+        """Appends several rows `(elapsed, logs)`; see `commit`. This is faster if all logs have the same keys.
 
         >>> history = History()
         >>> history.commit_all([(Elapsed(1), {"loss": 0.5}), (Elapsed(2), {"loss": 0.25})])
@@ -673,7 +673,7 @@ class _File:
     def lines(self, checksum: Mapping[str, Any] | None) -> Iterator[bytes]:
         """Yields the file's complete lines, and stops once the lines read so far have the given checksum.
 
-        Yields all complete lines if no part from the start of the file has this checksum, or if `checksum` is None.
+        Yields all complete lines if this checksum is never reached, or if `checksum` is None.
         """
         with files.open_file(self.path, "rb") as file:
             while self.checksum() != checksum and (line := file.readline()):

@@ -19,9 +19,9 @@ class Loop:
     """Runs a step on one batch after another. The loop's hooks are called in the order `begin -> run -> end`.
 
     Hooks:
-      begin: Called before the first step of a loop. Returns the state and the iterator to read batches from. If that
-        iterator isn't the one that `begin` received, and a run resumes in the middle of the loop, `begin` is called
-        once more to get a new iterator. The state that the second call returns is ignored.
+      begin: Called before the first step of a loop. Returns the state and the iterator to read batches from. If the
+        hook returns an iterator other than the one it received, it is called again when a run resumes in the middle of
+        the loop, to get a new iterator. The state that the second call returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
       end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once the step's outputs have reached the host, which may be a few

@@ -73,10 +73,10 @@ class Data(NamedTuple):
 
 
 def load_digits(batch_size: int, seed: int) -> Data:
-    """Returns training and test batches of scikit-learn's 8x8-pixel scans. The second half of the scans is for testing.
+    """Returns training and test batches of scikit-learn's 8x8-pixel scans of digits.
 
-    An example in scikit-learn's documentation uses the same split. The support vector machine in that example
-    classifies 97% of the test half correctly.
+    The second half of the scans is used for testing. An example in scikit-learn's documentation uses the same split.
+    The support vector machine in that example classifies 97% of the second half correctly.
     """
     from sklearn import datasets
 

@@ -53,7 +53,7 @@ def loop(
     The callbacks are called in the order of the tasks, except that actions and tools (such as `early_stopping`) are
     called after all other callbacks, and checkpoints are saved last. A callback is a function that takes up to four
     positional arguments, `(state, batch, elapsed, loop_state)`, in this order; any other parameters must have defaults.
-    It returns None, logs, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It
+    It returns None, `logs`, `(logs, state)`, or `(outputs, logs, state)`, where any element of a tuple may be None. It
     may also return just a state, unless the state is a tuple or a dictionary. jaxloop's `Step`s and `Action`s are also
     callbacks, and so are objects with a method `__loop_callback__(loop_state) -> (logs, state)`.
 
@@ -97,7 +97,7 @@ def loop(
 
     Raises:
       TypeError: If a callback has an invalid signature or returns an invalid result. The message names the callback.
-      ValueError: If the state was donated to an earlier call.
+      ValueError: If the state has already been donated, for example to an earlier call to `loop`.
       Exception: If a callback or the dataset raises one. A note on the exception describes where and at which step it
         was raised. Pending checkpoints are committed before the exception is propagated.
     """
@@ -180,7 +180,7 @@ class TaskLoop(Loop):
         return super().run(state, dataset, num_steps)
 
     def run_to_end(self) -> None:
-        """Starts or resumes the loop, calls what is due at the start, runs the steps, and finishes the actions."""
+        """Starts or resumes the loop, calls the items due at the start, runs the steps, and finishes the actions."""
         loop_state, engine, can_resume = self.loop_state, self.engine, bool(self._resumed_from)
         is_resumed = can_resume and self._resume()
         self._data.open(restores=True, warns=can_resume)

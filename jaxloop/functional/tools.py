@@ -89,7 +89,7 @@ class CheckpointTool(Tool):
 
 
 def kind_on_host(leaf: Any) -> str | None:
-    """Returns the kind of a leaf: None for a JAX array, "numpy" for a NumPy value, "builtins" for a Python number."""
+    """Returns a leaf's kind: None for a JAX array, "numpy" for a NumPy value, or "builtins" for a Python number."""
     return None if isinstance(leaf, jax.Array) else type(leaf).__module__
 
 
@@ -216,7 +216,7 @@ def step(
     """Converts a pure function `fn(state, batch)` to a callback. Can be used as a decorator.
 
     The function is compiled, and the partitioner shards its arguments. The batch is split, or replicated if its rows
-    can't be divided evenly across the devices. The function must return its results in the same form as any other
+    can't be divided evenly among the devices. The function must return its results in the same form as any other
     callback; see `loop`.
 
     Args:
@@ -233,11 +233,11 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     """Like `step`, but the callback also updates the state, using the gradient of the logged losses.
 
     The callback differentiates the sum of all losses logged with `add_loss`. The state must be a `TrainState`, and is
-    donated. The rows of a batch must divide evenly across the devices.
+    donated. The rows of a batch must divide evenly among the devices.
 
     Variables that the forward pass changes are stored in the new state if `fn` either returns a state that contains
     them or adds them to the logs' `updates`: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model, add
-    all changed variables at once, under any name.
+    all changed variables in a single call, under any name.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
