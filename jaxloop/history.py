@@ -217,7 +217,7 @@ class History:
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all rows so far. Returns the file's length in bytes and its SHA-256 checksum, as a dict.
+        """Writes all pending rows. Returns a dict of the file's length in bytes and SHA-256 checksum.
 
         Returns None if the history has no file or only reads the file.
         """
@@ -227,10 +227,10 @@ class History:
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
         """Drops all rows and outputs after a given step, so that a run can continue from that step.
 
-        With a path, the rows are read from the file if it exists, and the file is replaced if any row was dropped. An
-        incomplete last line, left by a killed process, is also dropped. If no rows are kept, the old file is saved as
-        `<path>.before`, in case the program was restarted from scratch by mistake. If `<path>.before` already exists,
-        only the longer of the two files is kept.
+        If the history has a path, the rows are read from the file at this path, if there is one. The file is replaced
+        if any row was dropped. An incomplete last line, left by a killed process, is also dropped. If no rows are kept,
+        the old file is saved as `<path>.before`, in case the program was restarted from scratch by mistake. If
+        `<path>.before` already exists, only the longer of the two files is kept.
 
         Args:
           steps: The step (the number of completed updates) from which the run continues, or 0 to start over.
@@ -295,7 +295,7 @@ class History:
         return f"History({rows} up to step {self._rows[-1][0]}: {checks.listed(self.paths())})"
 
     def paths(self) -> list[str]:
-        """Returns the full paths of all values so far, in order of first appearance."""
+        """Returns the full paths of all values in the history, in order of first appearance."""
         return list(dict.fromkeys(path for form in self._newest for path in form.paths))
 
     def last(self, name: str) -> tuple[Elapsed, Any] | None:

@@ -306,7 +306,7 @@ def merge(states: Sequence[Any]) -> Any:
 
 
 def merge_if_metrics(values: list[Any]) -> list[Any]:
-    """Returns a list with the merged state if all values are `clu.metrics` states; otherwise, returns the values."""
+    """Returns a list with the merged state if all values are `clu.metrics` states; otherwise, returns `values`."""
     return [merge(values)] if len(values) > 1 and all(map(is_metric, values)) else values
 
 

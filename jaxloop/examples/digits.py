@@ -98,8 +98,8 @@ def run(
 ) -> tuple[jaxloop.TrainState, float]:
     """Trains until step `train_steps`, starting from the newest checkpoint if there is one.
 
-    Returns the final state and its test accuracy. Ctrl-C ends the program with exit code 130. If `check` is True, only
-    prints the plan of the run and any problems, and ends the program.
+    Returns the final state and its test accuracy. Ctrl-C ends the program with exit code 130. If `check` is True,
+    prints the plan of the run and any problems, and then ends the program without training.
     """
     checkpoint_dir, curves_file = workdir / "checkpoints", workdir / "learning_curves.png"
     first_step = max(checkpoint.all_steps(checkpoint_dir), default=0)
