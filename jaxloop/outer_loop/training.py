@@ -44,8 +44,8 @@ class Training:
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
       context: Additional keyword arguments for actions.
-      has_begun: True if training has reached its first step.
-      between_loops: The newest state. None while the train loop is running, because the loop then holds the state.
+      has_begun: True once the run is about to run its first step. False again when a detour begins.
+      between_loops: The newest state. None while the train loop is running, because the loop holds the state itself.
     """
 
     experiment: Experiment
@@ -69,10 +69,12 @@ class Training:
     def __call__(
         self, state: Any, check_start: Callable[[Any, int | None], None]
     ) -> tuple[Any, metrics.LoopOutputs | None]:
-        """Trains until the run ends. Returns the state and the outputs of the last train loop (None if no loop ran).
+        """Trains until the run ends. Returns a pair: the final state, and the outputs of the last train loop.
+
+        The outputs are None if no loop ran.
 
         Args:
-          state: The state to start from if there is no checkpoint.
+          state: The state to start from, unless the run resumes from a checkpoint.
           check_start: A function that logs any problems with the run. It is called before the first step, with the
             state and the number of batches per epoch (None if it is unknown).
         """
@@ -153,7 +155,7 @@ class Training:
         return errors
 
     def rescue(self, error: BaseException) -> None:
-        """Saves the state after the last completed step, if possible. Called when an exception ends a run."""
+        """Saves the state that the last completed step returned, if possible. Called when an exception ends a run."""
         state, step_num = self.newest_state, self.loop.step_num
         if state is None and self.experiment.savers:
             logging.error("The state of step %d was not saved: %s", step_num, self.loop.engine.outcome.failure.reason)
@@ -169,10 +171,13 @@ class Training:
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves all checkpoints of step `turn.first` and later to `abandoned/`. No save may be in progress.
+        """Moves all checkpoints of step `turn.first` and of later steps to `abandoned/`.
+
+        Must not be called while a checkpoint is being saved.
 
         Raises:
-          RuntimeError: If there is no checkpoint to return to, or if the run has turned back too often.
+          RuntimeError: If there is no checkpoint to return to, or if the run has now made more detours than
+            `turn.at_most` allows.
         """
         experiment, job, detours = self.experiment, self.whole.job, self.data.left_out.detours
         for directory in {action.directory for action in experiment.savers}:
@@ -216,7 +221,7 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _resume(self, state: Any) -> tuple[Any, bool]:
-        """Resumes from the newest checkpoint, continues from the last call, or begins with the given state.
+        """Resumes from the newest checkpoint, continues where the last call ended, or begins with the given state.
 
         Returns the state and a bool, which is True if the state came from a checkpoint that contains more than a train
         state.
@@ -251,13 +256,13 @@ class Training:
         return state, False
 
     def _begin(self, elapsed: Elapsed, restored: Collection[str] = ()) -> None:
-        """Starts the parts of the run that were not restored from a checkpoint.
+        """Sets the starting point of each part of the run that was not restored from a checkpoint.
 
-        If loops have a fixed length, the number of completed loops is derived from the number of steps. The number of
-        earlier evaluations is derived from the number of loops.
+        If loops have a fixed length, the number of completed loops is derived from the number of completed steps. The
+        number of completed evaluations is then derived from the number of completed loops.
 
         Args:
-          elapsed: The run's progress.
+          elapsed: The progress at which the run starts.
           restored: The names of the parts that were restored.
         """
         loop_steps = self.experiment.spec.loop_steps
@@ -292,7 +297,7 @@ class Training:
             raise
 
     def _end_reached(self) -> str | None:
-        """Returns the reason why nothing is left to train, or None if there are steps left."""
+        """Returns the reason why there are no steps left to run, or None if there are steps left."""
         spec, loop, run = self.experiment.spec, self.loop, self.loop.engine.run
         withdraw_stop(run.agenda, self.experiment.actions)
         if ends_now(loop):
@@ -331,6 +336,6 @@ def end_of(loops: Sequence[ActionLoop]) -> str:
 
 
 def stopped_by(loops: Iterable[ActionLoop]) -> Action | None:
-    """Returns the action that asked the run to stop, or None."""
+    """Returns the action that asked the run to stop, or None if no action did."""
     items = (loop.engine.run.agenda.stopped_by for loop in loops)
     return next((item.action for item in items if isinstance(item, ActionItem)), None)

@@ -33,7 +33,7 @@ class Saveable(Protocol):
         """Returns a dict of JSON values and a dict of train states.
 
         For the training data, the second dict contains long byte strings (as arrays) instead of train states.
-        `in_moment` is True if there may be items that are due at the current step but haven't been called yet.
+        `in_moment` is True if there may be agenda items that are due at the current step but haven't been called yet.
         """
         ...
 
@@ -46,8 +46,9 @@ class WholeRun:
     """The parts of a run that a checkpoint contains in addition to the train state.
 
     Args:
-      parts: The parts by name, in the order in which they are restored. The part "train" is the train loop. Its JSON
-        values contain the run's progress (`elapsed`) and the progress one step earlier (`previous`).
+      parts: The parts by name, in the order in which they are restored. The part "train" is the train loop. The JSON
+        values that its `state_dict` method returns contain the run's progress (`elapsed`) and the progress one step
+        earlier (`previous`).
       history: The history, which is added as the last part.
       job: The processes that train together.
       keys: The PRNG keys. The run can be resumed only with the same keys.
@@ -75,7 +76,7 @@ class WholeRun:
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
         """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
 
-        `in_moment` is True if there may be items that are due at the current step but haven't been called yet.
+        `in_moment` is True if there may be agenda items that are due at the current step but haven't been called yet.
         """
         values, trees = dict[str, Any](), dict[str, Any]()
         for name, part in self._parts.items():
@@ -160,18 +161,21 @@ class Rows:
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Stores the saved number of rows and the saved checksum, which `drop_later` will use."""
+        """Keeps the number of rows and the checksum from the checkpoint for `drop_later`."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
-        """Prepares `drop_later` for a run that restores no history. A run that begins at step 0 will drop all rows."""
+        """Prepares `drop_later` for a run that doesn't restore its history from a checkpoint.
+
+        If `step_num` is 0, `drop_later` will drop all rows.
+        """
         self._saved = {} if step_num else {"num_rows": 0}
 
     def drop_later(self, step_num: int) -> None:
         """Drops the rows that don't belong to a run that starts or resumes at `step_num`.
 
-        The process that writes the file drops the rows first; the other processes follow. Dropped rows can't be
-        recovered, so all checks that could prevent the run from starting must come before this call.
+        The process that writes the history file drops the rows first; the other processes follow. Dropped rows can't
+        be recovered, so all checks that could prevent the run from starting must come before this call.
         """
         if not self._job.is_first:
             agreement.wait_for_all("the history")
@@ -219,7 +223,7 @@ def restore_newest(
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that a checkpoint's `run` item contains the given PRNG keys, in encoded form.
+    """Checks that the PRNG keys in a checkpoint's `run` item equal `keys`, which `encode_keys` has encoded.
 
     Raises:
       ValueError: If the checkpoint has different keys.
@@ -250,10 +254,11 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
       given: The state that the program created.
       restored: The state from the checkpoint.
       restores: Whether the run continues with the checkpoint's values rather than the program's.
-      remedy: A sentence that explains how to use the other values.
+      remedy: The last sentence of the warning, such as how to continue with the program's values instead of the
+        checkpoint's. May be empty.
 
     Returns:
-      The restored state, with the program's values if `restores` is False.
+      The restored state. If `restores` is False, its differing hyperparameters have the program's values.
     """
     ours, saved, changed = checks.leaves_by_path(given), checks.leaves_by_path(restored), {}
     scheduled = {match[1] + match[2] for path in ours if (match := _SCHEDULED.match(path))}
@@ -307,7 +312,7 @@ def end_all(ends: Iterable[tuple[str, Callable[[], Any]]], *, raises: bool) -> N
     """Calls the functions that end a run, and logs any errors that they raise.
 
     Args:
-      ends: Pairs of a name (for messages) and a function.
+      ends: Pairs `(name, function)`. The names are used in error messages.
       raises: Whether to raise the first error after all functions have been called.
     """
     errors = []

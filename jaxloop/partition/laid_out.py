@@ -23,7 +23,7 @@ from jaxloop.types import nnx
 class _LaidOutPartitioner(MeshPartitioner):
     """The base class of partitioners that store a layout: a pytree with the sharding of each leaf of the state.
 
-    The layout is known once the partitioner has initialized a state.
+    The layout is known once a state has been initialized with the partitioner.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str):
@@ -34,7 +34,7 @@ class _LaidOutPartitioner(MeshPartitioner):
     def sharding(self) -> Any:
         """A pytree of `NamedSharding`s with the structure of the state.
 
-        Available once the partitioner has initialized a state.
+        Available once a state has been initialized with this partitioner. Before that, raises a `ValueError`.
         """
         if self._sharding is None:
             raise ValueError(
@@ -90,7 +90,10 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
     @abc.abstractmethod
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
-        """Returns the `PartitionSpec` to use for a leaf (an array or its shape) at a path in the state."""
+        """Returns the `PartitionSpec` of the leaf at a path in the state.
+
+        `leaf` is an array or its `jax.ShapeDtypeStruct`.
+        """
 
     def _tracing(self):
         return contextlib.nullcontext()
@@ -167,9 +170,9 @@ class RulesPartitioner(_LeafPartitioner):
       rules: Pairs of a regular expression and a `PartitionSpec`.
 
     Raises:
-      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if the rule
-        for a leaf has more entries than the leaf has axes, or splits an axis that can't be divided evenly among the
-        devices. In the optimizer state, such leaves are replicated instead.
+      ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if the
+        `PartitionSpec` for a leaf has more entries than the leaf has axes, or splits an axis that can't be divided
+        evenly among the devices. In the optimizer state, such leaves are replicated instead.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str, rules: Rules):
@@ -220,7 +223,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
       mesh: See `MeshPartitioner`.
       data_axis: See `MeshPartitioner`.
       logical_axis_rules: Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh axes, or None.
-        `nn.with_logical_constraint` also uses these rules inside `run`.
+        Inside `run`, `nn.with_logical_constraint` uses these rules, too.
 
     Raises:
       ValueError: If a rule names an axis that isn't in the mesh. Laying out a state also raises this error if
@@ -265,9 +268,9 @@ class SPMDPartitioner(_LaidOutPartitioner):
     def _axes_of(self, name: str, used: set[str]) -> tuple[str, ...]:
         """Returns the mesh axes over which to split an axis that has the given name in the model's metadata.
 
-        If there are rules for the name, the first rule whose mesh axes are not in `used` determines the result. If
-        every rule for the name uses an axis in `used`, the result is empty. A name without rules must be an axis of
-        the mesh. `used` contains the mesh axes over which earlier axes of the same leaf are split.
+        `used` contains the mesh axes over which earlier axes of the same leaf are split. If there are rules for the
+        name, the first rule without any axis in `used` determines the result. If every rule for the name has an axis
+        in `used`, the result is empty. A name without rules must be an axis of the mesh.
         """
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]
         if not rules and name not in self._mesh.axis_names:
@@ -286,16 +289,16 @@ class SPMDPartitioner(_LaidOutPartitioner):
 class ExplicitPartitioner(_LaidOutPartitioner):
     """Makes all axes of a mesh explicit, so that shardings are part of array types.
 
-    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`, with a mesh
-    from `jax.make_mesh`. While the model is initialized and while `run` is traced, the mesh is the current one, as if
-    set by `jax.set_mesh`. The state keeps its initial layout: leaves are replicated unless the model splits them. The
-    leading axis of the batch is split over `data_axis`.
+    The model determines how its arrays are split. Use this partitioner for models that use `out_sharding=`. Pass it a
+    mesh from `jax.make_mesh`. While the model is initialized and while `run` is traced, the mesh is the current one, as
+    if set by `jax.set_mesh`. The state keeps its initial layout: leaves are replicated unless the model splits them.
+    The leading axis of the batch is split over `data_axis`.
 
-    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A contraction over the split axis,
+    JAX raises a `ShardingTypeError` if it can't determine how a result is split. A contraction over the batch axis,
     such as a hand-written gradient `x.T @ errors`, needs an explicit sharding for its result:
     `jnp.einsum("bi,bo->io", x, errors, out_sharding=PartitionSpec())`. Gradients from `jax.grad` have the same sharding
-    as the parameters. In evaluations, each batch's number of rows must be divisible by the size of `data_axis`. For
-    models with Linen annotations, use `SPMDPartitioner` instead.
+    as the parameters. In evaluations, the number of rows of each batch must be divisible by the size of `data_axis`.
+    For models with Linen annotations, use `SPMDPartitioner` instead.
 
     >>> import jax
     >>> mesh = jax.make_mesh((1,), ("data",))

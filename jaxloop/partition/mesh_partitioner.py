@@ -160,7 +160,10 @@ class DataParallelPartitioner(MeshPartitioner):
 
 
 def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -> None:
-    """Raises a `ValueError` if a leaf has the given axis but can't be divided evenly along it into `shards` parts."""
+    """Raises a `ValueError` if the given axis of any leaf of the batch can't be divided evenly into `shards` parts.
+
+    Leaves without this axis are ignored.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)[axis:]
         if shape and shape[0] % shards:
@@ -171,9 +174,9 @@ def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -
 
 
 def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts: int) -> jax.ShapeDtypeStruct:
-    """Returns the global shape of a batch's leaf, given the shape of one process's part of that leaf.
+    """Returns the global shape of a leaf of a batch. `leaf` is the part of that leaf in one process.
 
-    `num_parts` is the number of such parts along `data_axis`.
+    `num_parts` is the number of these parts along `data_axis`.
     """
     shape, names = list(leaf.shape), tuple(sharding.spec)
     if data_axis in names:
