@@ -269,7 +269,7 @@ class SPMDPartitioner(_LaidOutPartitioner):
         """Returns the mesh axes over which to split an axis that has the given name in the model's metadata.
 
         `used` contains the mesh axes over which earlier axes of the same leaf are split. If there are rules for the
-        name, the first rule without any axis in `used` determines the result. If every rule for the name has an axis
+        name, the first rule that has no axis in `used` determines the result. If every rule for the name has an axis
         in `used`, the result is empty. A name without rules must be an axis of the mesh.
         """
         rules = [names_of(axes) for logical_name, axes in self._rules if logical_name == name]

@@ -174,9 +174,10 @@ def _check_divides(batch: types.Batch, axis: int, shards: int, data_axis: str) -
 
 
 def _global_shape(leaf: Any, sharding: NamedSharding, data_axis: str, num_parts: int) -> jax.ShapeDtypeStruct:
-    """Returns the global shape of a leaf of a batch. `leaf` is the part of that leaf in one process.
+    """Returns the global shape of a leaf of a batch.
 
-    `num_parts` is the number of these parts along `data_axis`.
+    `leaf` is the part of the global leaf that one process contributes. `num_parts` is the number of such parts along
+    `data_axis`.
     """
     shape, names = list(leaf.shape), tuple(sharding.spec)
     if data_axis in names:

@@ -42,7 +42,7 @@ def create_mesh(*, devices: Sequence[Any] | None = None, **axes: int) -> Mesh:
 
 @contextlib.contextmanager
 def mesh_for_tracing(mesh: Mesh | None) -> Iterator[None]:
-    """Returns a context manager in which functions are traced with a mesh, to which their `PartitionSpec`s refer.
+    """Returns a context manager in which to trace functions whose `PartitionSpec`s refer to the given mesh.
 
     Unless the mesh has explicit axes, it is hidden from `nn.DenseGeneral`. If `mesh` is None, the context manager does
     nothing.
@@ -79,9 +79,9 @@ def max_steps_in_flight(mesh: Mesh | None, steps_per_dispatch: int = 1) -> int:
     """Returns the maximum number of steps by which the host may run ahead of the devices.
 
     For GPUs and TPUs, this number is large enough that the devices never wait for the host. For a mesh of several CPU
-    devices, it is small, because the collectives of many steps would compete for the same threads. For a single CPU
-    device, it is larger than for a GPU or TPU and grows with `steps_per_dispatch`, because a CPU can finish several
-    small dispatches before the waiting host thread wakes up.
+    devices, the number is small, because the collectives of many steps would compete for the same threads. For a single
+    CPU device, the number is larger than for a GPU or TPU and grows with `steps_per_dispatch`, because a CPU can finish
+    several small dispatches before the waiting host thread wakes up.
     """
     if is_cpu_mesh(mesh):
         return 8

@@ -22,12 +22,13 @@ Rules = Iterable[tuple[str, Any]]
 class Partitioner(abc.ABC):
     """Places the state and the batches of a `Step` on devices, and compiles the step's `run` for that placement.
 
-    A `Step` calls `shard_init_fn` once, and then calls `shard_batch` and the compiled function for each batch.
+    A `Step` calls `shard_init_fn` once. For each batch, it then calls `shard_batch` and the function that `partition`
+    compiled.
 
     Hooks:
       shard_init_fn: Called by `Step.initialize_model` to compile the function that creates the initial state.
       partition: Called to compile `run` when `run` is first needed.
-      shard_batch: Called for each batch, before the compiled function is called.
+      shard_batch: Called for each batch, before the compiled `run` is called.
       shard_short_batch: Called instead of `shard_batch` for each batch of an evaluation.
       shard_stacked_batches: Called instead of `shard_batch` for each dispatch of several steps, with the stacked
         batches of these steps.
@@ -86,7 +87,7 @@ class Partitioner(abc.ABC):
         return self.shard_batch(batch)
 
     def shard_stacked_batches(self, batches: types.Batch) -> types.Batch:
-        """Places the stacked batches of a dispatch on the devices. Their leading axis is the step axis."""
+        """Places the stacked batches of a dispatch on the devices. The leading axis of each leaf is the step axis."""
         raise NotImplementedError(f"{type(self).__name__} needs shard_stacked_batches(batches) for steps_per_dispatch.")
 
     def shardings_of(self, state: Any) -> Any:
@@ -95,9 +96,9 @@ class Partitioner(abc.ABC):
         return jax.tree.map(lambda _: shardings, state) if isinstance(shardings, Sharding) else shardings
 
     def place_state(self, state: Any) -> Any:
-        """Moves a state that was created elsewhere to this partitioner's devices.
+        """Moves a state to this partitioner's devices. Called for states that the step didn't create itself.
 
-        The default implementation returns the state unchanged. `jax.jit` then moves it when `run` is called.
+        The default implementation returns the state unchanged. `jax.jit` then moves the state when `run` is called.
         """
         return state
 
@@ -140,8 +141,8 @@ class Partitioner(abc.ABC):
         """Returns a compiled version of `fn(state, batch)` that donates the state.
 
         Args:
-          fn: A pure function that returns a pair: the new state, which gets the layout of the old state, and the
-            outputs. For a function that returns anything else, pass `out_shardings=None` and `donate_argnums=()`.
+          fn: A pure function that returns a pair `(state, outputs)`. The returned state gets the layout of the given
+            state. For a function that returns anything else, pass `out_shardings=None` and `donate_argnums=()`.
           **jit_kwargs: Arguments for `jax.jit`. Implementations must let these arguments take precedence over the
             partitioner's own, as in `jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})`. For an evaluation,
             `donate_argnums=()` is passed.

@@ -1,4 +1,4 @@
-"""A breakdown of the wall time of runs, including all restarts."""
+"""A breakdown of the wall time of a run, from its first start through all restarts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -42,15 +42,16 @@ class Goodput:
 
     Attributes:
       parts: The seconds spent on each part. `productive`: dispatching new steps, and waiting for the devices to run
-        them. `repeated`: repeating steps that a killed process had already run after its last checkpoint. `compiling`:
-        tracing and compiling the train step. `data`: waiting for the next batch. `actions`: actions other than saving
+        them. `repeated`: running steps again because the run resumed from an earlier checkpoint. `compiling`: tracing
+        and compiling the train step. `data`: waiting for the next batch. `actions`: actions other than saving
         checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: the time for which checkpoint
         saves blocked the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to
         the `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process
         is killed, this includes the time between its last log line and its end. `unknown`: anything else.
       steps: The number of updates between the first start and the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
-      starts: The number of calls to the `OuterLoop`.
+      starts: The number of calls to the `OuterLoop`, plus the number of detours (returns to an earlier checkpoint
+        within a call).
     """
 
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -95,7 +96,7 @@ def goodput(workdir: epath.PathLike) -> Goodput:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Returns a breakdown of a run's wall time, given the run log's record of each start in chronological order."""
+    """Returns a breakdown of a run's wall time. `attempts` describes each start of the run, in chronological order."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:

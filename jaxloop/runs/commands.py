@@ -183,7 +183,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """Asks the run to pause if there are pending commands."""
+        """If there are pending commands, asks the run to pause."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
