@@ -50,8 +50,7 @@ class Goodput:
         is killed, this includes the time between its last log line and its end. `unknown`: anything else.
       steps: The number of updates between the first start and the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
-      starts: The number of calls to the `OuterLoop`, plus the number of detours (returns to an earlier checkpoint
-        within a call).
+      starts: The number of calls to the `OuterLoop`, plus the number of detours (returns to an earlier checkpoint).
     """
 
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)

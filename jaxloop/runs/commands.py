@@ -183,7 +183,7 @@ class Commands(Item):
             self._thread.start()
 
     def poll(self) -> None:
-        """If there are pending commands, asks the run to pause."""
+        """Looks for pending commands and, if there are any, asks the run to pause."""
         if self._job.is_first and self._inbox.pending():
             self._job.requests.outermost.request_pause()
 
@@ -245,10 +245,9 @@ class Commands(Item):
         self._experiment.history.commit(now, {"command": command})
 
     def _change(self, name: str, number: int | None) -> Item:
-        """Changes the interval of the item that a command names, so that the item is called every `number` steps.
+        """Makes the item that a command names due every `number` steps and at the end of the run.
 
-        The item is also called at the end of the run. Returns the item, so that the caller can request a call to it at
-        the current step.
+        Returns the item, so that the caller can also request that the item is called at the current step.
 
         Raises:
           ValueError: If there is no such item, or if the command has no number.

@@ -26,7 +26,8 @@ class Comparison:
       runs: One dict per run. Its keys are `workdir`, `best` (the best value), `step` (the step at which that value was
         reached), `std` (the standard deviation of the metric over the members of a `jaxloop.Ensemble` at that step, or
         None without an ensemble), `secs` (the wall time in seconds), `productive` (the fraction of the wall time that
-        was spent on new steps) and `notes`. `best` and `step` are None if the metric was never finite.
+        was spent on new steps) and `notes` (the notes of the run's last start, as a dict). `best` and `step` are None
+        if the metric was never finite.
     """
 
     by: str
@@ -90,10 +91,11 @@ def _run(workdir: epath.PathLike, monitor: Monitor) -> dict[str, Any]:
 
 
 def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int | None, float | None]:
-    """Returns the best finite value of a metric in a run, and the first step at which the metric had this value.
+    """Returns a tuple `(best, step, std)` for a metric in a run.
 
-    The third result is the standard deviation of the metric over the members of an ensemble at that step. Results that
-    don't exist are None.
+    `best` is the best finite value of the metric, and `step` is the first step at which the metric had this value.
+    `std` is the standard deviation of the metric over the members of an ensemble at that step. Values that don't exist
+    are None.
     """
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)

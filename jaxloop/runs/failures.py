@@ -37,10 +37,10 @@ _MAX_FILE_BYTES = 1 << 32
 class Failures(Extension):
     """Records a failed step in `<workdir>/failures/<step>`. A note on the error explains how to replay the step.
 
-    The directory contains the batch of the failed step, the PRNG keys, and the state before the step if that state
-    still exists. If that state no longer exists, the directory instead contains the path of the newest checkpoint
-    before the step and the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total,
-    are stored. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
+    The directory contains the batch of the failed step, the PRNG keys, and the state before the step. If that state no
+    longer exists or is already in a checkpoint, the directory instead contains the path of the newest checkpoint before
+    the step and the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total, are
+    stored. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
     multi-process job doesn't record anything, because no process has the whole batch. A failure before the train loop
     has completed its first step isn't recorded either.
     """
@@ -165,19 +165,20 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
     (8, nan)
 
     Args:
-      path: The directory `<workdir>/failures/<step>`, or the work directory, whose most recent record is replayed.
+      path: The directory `<workdir>/failures/<step>` of a record, or a work directory. In a work directory, the most
+        recent record is replayed.
       step: The run's `Step` object, or one created in the same way.
       state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
-        recorded state, and all later batches were recorded, the replay starts from it. Otherwise, it serves only as a
-        template for restoring the recorded state. If None, a newly created state is used, which requires that
-        `step.initialize_model` has been called.
+        recorded state, and the record contains the batches of all steps after it, the replay starts from the given
+        state. Otherwise, the given state serves only as a template for restoring the recorded state. If None, a newly
+        created state is used, which requires that `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may differ in the last bits. If earlier steps must be replayed first, they are compiled; `run` is then
         traced before it is called eagerly.
 
     Returns:
-      A pair of the state and the outputs that the failed step returns. If the step raised an error in the run, the
-      replay raises the same error.
+      A pair `(state, outputs)`, as returned by the failed step. If the step raised an error in the run, the replay
+      raises the same error.
 
     Raises:
       FileNotFoundError: If `path` contains no record, or if the checkpoint to which the record refers doesn't exist.
@@ -236,12 +237,13 @@ def _state_before(
 ) -> Any:
     """Returns the state from which to start the replay, and the step number of that state.
 
-    If `state` is more recent than the recorded state, and all batches from there to the failed step were recorded, this
-    is a copy of `state`. Otherwise, the recorded state is restored, with `state` as the template.
+    If `state` is more recent than the recorded state, and the record contains the batches of all steps after it,
+    returns a copy of `state`. Otherwise, restores the recorded state, with `state` as the template.
 
     Raises:
       FileNotFoundError: If the checkpoint to which the record refers doesn't exist.
-      ValueError: If batches are missing both for a replay from `state` and for one from the recorded state.
+      ValueError: If the replay can start neither from `state` nor from a recorded state, for example because batches
+        are missing.
     """
     failed, base, given = noted["step_num"], noted["state_step"], int(metrics.fetch(getattr(state, "step", 0)))
     leads = lambda step: step < failed and batches.keys() >= {*range(step + updates, failed + 1, updates)}

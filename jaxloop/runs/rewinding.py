@@ -79,9 +79,9 @@ def rewind(
         the run's initial state.
       outer_loop: The experiment, constructed in the same way as for the run. It must not be running.
       step_num: The number of the step, counting updates from 1.
-      state: A state with the structure of the run's state, or an abstract state. If None, the step creates a state with
-        the arguments of the most recent `initialize_model` call. If there is no checkpoint before the step, the
-        run is repeated from this state, which is then donated.
+      state: A state with the structure of the run's state, or an abstract state. If None, the `Step` of the train loop
+        creates a state with the arguments of the most recent `initialize_model` call. If there is no checkpoint before
+        step `step_num`, the run is repeated from this state, which is then donated.
       train_dataset: The dataset that was passed to the run. An iterator must be able to return to an earlier position.
       train_total_steps: The value that was passed to the run; see `OuterLoop`.
       train_loop_steps: The value that was passed to the run; see `OuterLoop`.
@@ -89,12 +89,13 @@ def rewind(
       verify: Whether to compare the metrics of the repeated steps with the history.
 
     Returns:
-      The state before the step, the step's batch and PRNG keys, and the number of history rows that were compared.
+      A `Rewound` with the state before the step, the step's batch, its PRNG keys, and the number of history rows that
+      were compared.
 
     Raises:
       FileNotFoundError: If there is neither a checkpoint before the step nor a `state` from an earlier step.
       RuntimeError: If the repeated steps differ from the original ones, for example because the devices are different.
-      ValueError: If the run doesn't have such a step, or if the dataset can't return to an earlier position.
+      ValueError: If the run has no step `step_num`, or if the dataset can't return to an earlier position.
     """
     checks.check_only_process("rewind")
     checks.check_positive("rewind.step_num", step_num)
@@ -226,9 +227,10 @@ def _verified(rows: Iterable[Row], past: History) -> int:
 
 
 def _by_steps(rows: Iterable[Row]) -> Iterator[tuple[tuple[int, int], Mapping[str, Any]]]:
-    """Yields a pair for each row with train metrics: the range of steps that the row covers, and the metrics.
+    """Yields a pair `((begin, end), metrics)` for each row that has train metrics.
 
-    The range is a pair `(begin, end)`, where `begin` is the step of the previous row with train metrics, or 0.
+    The row covers the steps after `begin`, up to and including `end`. `begin` is the step of the previous row with
+    train metrics, or 0 if there is no such row.
     """
     before = 0
     for row in rows:

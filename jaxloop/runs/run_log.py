@@ -36,9 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    The first line is written when the run starts. The second line is written as soon as it is known at which step
-    training starts or resumes, and the last one when the run ends. In between, a line is added at most once per second.
-    If a run is killed, the last line shows the run's last known progress.
+    Each time the run starts, a first line is added immediately, and a second line as soon as it is known at which step
+    training starts or resumes. Then a line is added at most once per second, and a last line when the run ends. If a
+    run is killed, its last line shows the run's last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -110,12 +110,12 @@ class RunLog(Extension):
 @final
 @dataclasses.dataclass
 class Attempt:
-    """One start of a run, as recorded in the run log.
+    """One start of a run, as recorded in the run log: a call to the `OuterLoop`, or a detour within a call.
 
     Attributes:
-      started: The time when the call to the `OuterLoop` started, in seconds since the Unix epoch.
-      since: The time when the process started, in seconds since the Unix epoch. Equal to `started` for later calls in
-        the same process, and in notebooks.
+      started: The time when the call or the detour started, in seconds since the Unix epoch.
+      since: The time when the process started, in seconds since the Unix epoch. Equal to `started` in notebooks, and
+        for later starts in the same process.
       described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
       points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the step
         at which training starts or resumes.
@@ -213,7 +213,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns the note `commit`: the current Git commit of the program. Without a repository, returns an empty dict."""
+    """Returns a dict with the program's Git commit as the note `commit`, or an empty dict if there is no repository."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
@@ -225,8 +225,8 @@ def _commit() -> dict[str, str]:
 def _started_at(now: float) -> float:
     """Returns the time to record as the start of this process, in seconds since the Unix epoch.
 
-    For the first run, this is the time at which the process started. For later runs in the same process, in
-    interactive sessions and notebooks, and if the system doesn't report the start time, it is `now`.
+    For the first run in a process, this is the time at which the process started. The result is `now` for later runs in
+    the process. It is also `now` in an interactive session or a notebook, and if the system doesn't report the time.
     """
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True

@@ -23,15 +23,16 @@ class Status:
       state: The reason why the run ended, if one was recorded, such as "finished", "stopped by EarlyStoppingAction",
         "SIGTERM" or "error: ...". Otherwise, "running", "killed", or "silent" (if the run was started on another host,
         so that its state is unknown).
-      step: The number of completed updates: the largest number found in the run log, the checkpoints and the history.
-        None if no progress has been logged since the run was last started.
+      step: The number of completed updates, which is the largest number found in the run log, the checkpoints and the
+        history. None if no progress has been logged since the run was last started.
       total_steps: The planned number of updates, or None if only the data or a schedule determines when the run ends.
       steps_per_sec: The speed between the last two lines of the run log, or None if it is unknown.
       secs_left: The estimated time until the end of the run, in seconds, or None if it is unknown.
       metrics: A dict that maps each path in the history to a pair: the step of the newest value, and that value, as in
         `{"test.accuracy": (100, 0.9)}`.
       checkpoint: The step of the newest checkpoint, or None if there is none.
-      starts: The number of times that the run has been started.
+      starts: The number of times that the run has been started. Each detour (a return to an earlier checkpoint) counts
+        as a start.
       quiet_secs: The time since the last recorded activity, in seconds.
     """
 

@@ -42,7 +42,7 @@ _WAITING_FOR_PROCESSES = {
 @final
 @dataclasses.dataclass(eq=False)
 class Watchdog(Extension):
-    """Ends a run that makes no progress for too long and reports where it hangs.
+    """Detects when a run makes no progress for too long, reports where the run hangs, and ends the run.
 
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
     the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
@@ -57,11 +57,12 @@ class Watchdog(Extension):
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time, in seconds, without a train step being dispatched or completed.
+      step_secs: The maximum time, in seconds, in which no train step is dispatched or completed.
       startup_secs: The limit, in seconds, that applies instead of `step_secs` until the first step of an `OuterLoop`
-        call has been completed, and whenever another step is compiled and run for the first time. Waiting for processes
-        that are still compiling counts toward this limit.
-      eval_secs: The maximum time, in seconds, without a new batch in an evaluation, including compilation.
+        call has been completed, and again whenever `run` is recompiled, until the next step has been completed. Waiting
+        for processes that are still compiling counts toward this limit.
+      eval_secs: The maximum time, in seconds, between two batches of an evaluation. Compilation counts toward this
+        limit.
       checkpoint_secs: The maximum time, in seconds, for which saving or restoring a checkpoint may block the run.
     """
 
