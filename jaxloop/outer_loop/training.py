@@ -1,4 +1,4 @@
-"""Starts or resumes the training of an experiment and runs it to completion."""
+"""Starts or resumes the training of an experiment, and trains until the run ends."""
 
 import dataclasses
 import functools
@@ -321,7 +321,7 @@ def steps_of_next_loop(loop: ActionLoop) -> int | None:
 def ends_now(loop: ActionLoop) -> bool:
     """Returns True if the current loop ends without another step.
 
-    This is the case if the run was interrupted after the last step of a loop but before the loop ended.
+    This is the case if the run was interrupted after the last step of the loop but before the loop ended.
     """
     run, plan, now = loop.engine.run, loop.engine.plan, loop.engine.run.now
     return run.batches > 0 and (plan.ends_loop(now.steps) or now.steps == plan.total or run.agenda.wants_stop)

@@ -140,7 +140,7 @@ class WholeRun:
 
 @final
 class Rows:
-    """The history as a `Saveable` part of a run. A resumed run drops the rows added after the checkpoint.
+    """The history as a `Saveable` part of a run. A resumed run drops all rows added after the checkpoint was saved.
 
     Args:
       history: The history.

@@ -119,7 +119,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
 
 @final
 class FSDPPartitioner(_LeafPartitioner):
-    """Shards the parameters and the optimizer state over `data_axis`, like the batch (FSDP, also known as ZeRO-3).
+    """Implements FSDP (ZeRO-3): shards the parameters and the optimizer state over `data_axis`, like the batch.
 
     Each of the n devices along `data_axis` stores 1/n of each leaf of the state. Leaves that are small or can't be
     divided evenly are replicated instead. During a step, each device gathers the missing parts of the parameters from

@@ -28,7 +28,7 @@ class LeafLayout(NamedTuple):
 
     @property
     def spec(self) -> str:
-        """The partition spec of the leaf, such as `P('data')`, or "" if the sharding has none."""
+        """The partition spec of the leaf, such as `P('data')`, or "" if the sharding has no spec."""
         spec = getattr(self.sharding, "spec", None)
         return "" if spec is None else str(spec).replace("PartitionSpec", "P").replace(",)", ")")
 

@@ -92,7 +92,7 @@ class Watchdog(Extension):
 
 @final
 class _Watching(threading.Thread):
-    """The background thread of a `Watchdog`. It watches the thread that created it."""
+    """The background thread of a `Watchdog`. It watches the thread in which this object was created."""
 
     def __init__(self, limits: Watchdog, experiment: Experiment):
         super().__init__(name="jaxloop-watchdog", daemon=True)
