@@ -7,12 +7,12 @@ The main concepts:
 - `Loop`: runs a bounded number of steps over one dataset. Its subclasses are `TrainLoop` and `EvalLoop`.
 - `Action`: performs a side effect, such as writing summaries or saving a checkpoint, at chosen times.
 - `OuterLoop`: runs the whole experiment, including evaluations (given by `EvalSpec`s), checkpoints and resuming.
-- `Schedule`: decides when an action or an evaluation runs, as in `every(steps=100) | last()` or `at(...)`.
+- `Schedule`: decides when an action or an evaluation runs. Examples are `every(steps=100) | last()` and `at(...)`.
 
 Checkpoints contain everything needed to resume, so a run that is killed and restarted is bit-identical to an
 uninterrupted one.
 
-The package also includes `TrainState`, which extends Flax's `TrainState` to hold all of a model's variables,
+jaxloop's `TrainState` extends Flax's `TrainState` to hold all of a model's variables. The package also includes
 `SummaryAction(default_writer(workdir))` for TensorBoard, `CheckpointAction(directory)`, and `summarize(outputs)` for
 example-weighted means. To write a step with a Linen module or an NNX class, see `Step`. To run an experiment, see
 `OuterLoop`.

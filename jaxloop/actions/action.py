@@ -17,7 +17,8 @@ class Action(abc.ABC):
     """The base class of actions, which perform side effects at chosen times. A subclass must implement `__call__`.
 
     A loop calls its actions in the order listed, except that actions with `runs_last = True` are called after all
-    others. A loop's `begin_actions` receive `outputs=None`. An exception raised by an action ends the run.
+    others. A loop's `begin_actions` receive `outputs=None`. If an action raises an exception other than `TurnBack`, the
+    run ends.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
@@ -26,7 +27,7 @@ class Action(abc.ABC):
       load_state_dict: Called when a run resumes from a checkpoint, before the first step.
       begin_run: Called when an `OuterLoop` or `jf.loop` begins or resumes a run, after `load_state_dict`.
       write_notes: Called when an `OuterLoop` begins or resumes a run.
-      finish: Called before `close` when a run ends without an error or an interruption.
+      finish: Called before `close` when a run ends without an error or interruption.
       end_run: Called before `close` when a run of an `OuterLoop` or `jf.loop` ends.
       flush: Called at the end of a loop that runs without an `OuterLoop`.
       close: Called when a run of an `OuterLoop` or `jf.loop` ends, even if it ends with an error.
@@ -98,7 +99,7 @@ class Action(abc.ABC):
             checkpoint stores in addition to the state. Later versions may add more keywords.
 
         Raises:
-          TurnBack: To make the run return to an earlier checkpoint and skip the batches that the exception specifies.
+          TurnBack: If the run should return to an earlier checkpoint and skip the batches that the exception specifies.
         """
 
     @property
@@ -144,7 +145,7 @@ class Action(abc.ABC):
         """Prepares the action for a new or resumed run of an `OuterLoop` or `jf.loop`. Called before the first step.
 
         An action that keeps data between calls must discard all data from steps after `step_num`, because that data
-        belongs to another run.
+        comes from an earlier run or from steps that this run will repeat.
 
         Args:
           step_num: The number of completed updates.
@@ -163,13 +164,13 @@ class Action(abc.ABC):
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores data that was returned by the `state_dict` method of an action with the same arguments."""
+        """Restores data returned by the `state_dict` method of an action that was created with the same arguments."""
         check_state_dict(self, (), state_dict)
 
     def flush(self) -> None:  # noqa: B027 (overriding is optional)
         """Finishes all pending writes.
 
-        Called at the end of a loop that runs without an `OuterLoop`, by `before_checkpoint`, and by `close`.
+        Called by `before_checkpoint` and `close`, and at the end of a loop that runs without an `OuterLoop`.
         """
 
     def close(self) -> None:
@@ -204,7 +205,7 @@ def is_due(action: Action, count: int, elapsed: Elapsed) -> bool:
 
 
 def call_action(action: Action, state: Any, outputs: types.Output, elapsed: Elapsed, **context: Any) -> None:
-    """Calls an action. If it raises an exception, adds a note that names the action and the step."""
+    """Calls an action. Any exception that the action raises gets a note that names the action and the step."""
     try:
         action(state, outputs, step_num=elapsed.steps, elapsed=elapsed, **context)
     except BaseException as error:

@@ -41,7 +41,8 @@ class CheckpointAction(Action):
 
     Args:
       directory: A directory, or an Orbax `CheckpointManager` (from Orbax's current or older API) that saves a single
-        item. Your program must close the manager. With a manager, only the train state is saved, without checksums.
+        item. Your program must close the manager. With a manager, only the train state and the `metadata` passed to
+        `save` are saved, without checksums.
       interval: See `Action`.
       keep: The number of recent checkpoints to keep, or None to keep all. Used only with a directory, because a manager
         has its own option that determines which checkpoints to keep.
@@ -153,8 +154,8 @@ class CheckpointAction(Action):
     ) -> bool:
         """Waits until the previous save is on disk, and then starts saving a state in the background.
 
-        The state is copied before this method returns, so it can be donated afterwards. Call `flush` or `close` before
-        the program ends.
+        The state is copied before this method returns, so you can donate the original afterwards. Call `flush` or
+        `close` before the program ends.
 
         Args:
           step: The step number, which becomes the name of the checkpoint.
@@ -168,8 +169,8 @@ class CheckpointAction(Action):
             created with a directory.
 
         Returns:
-          True if a save was started; False if the checkpoint already exists, or if the manager's policy skips this
-          step.
+          True if a save was started; False if the checkpoint already exists, or if the policy of an Orbax manager
+          skips this step.
         """
         return self._writer.save(step, state, metrics, metadata, run=run, trees=trees)
 
