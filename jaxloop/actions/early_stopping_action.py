@@ -41,11 +41,13 @@ class _Memory:
 class EarlyStoppingAction(Action):
     """Ends the run when a metric stops improving, or immediately if the metric becomes NaN.
 
-    Add this action to the eval loop that computes the metric. The loop then calls the action after each evaluation. You
-    can also add the action to the train loop, with the same interval as the evaluation, such as
+    Infinity in the wrong direction also ends the run immediately; see `Monitor.has_failed`. When the action ends the
+    run, it logs the reason.
+
+    Add this action to the eval loop that computes the metric. The loop then calls the action after each evaluation.
+    Alternatively, add the action to the train loop, with the same interval as the evaluation, such as
     `interval=every(steps=100)`. In a train loop, the default interval of 1 means once per loop. With this default, if
-    the whole run is a single loop, the action is called only at the end of the run. When the action ends the run, it
-    logs the reason.
+    the whole run is a single loop, the action is called only at the end of the run.
 
     Hooks:
       __call__, begin_run, finish, state_dict, load_state_dict: See `Action`. Overrides must call `super()`.

@@ -14,12 +14,12 @@ from jaxloop.base import files
 class EventFile:
     """A TensorBoard event file.
 
-    When `add_event` returns, the event has been written to the file. (In a remote store, it is written by the next
-    `flush`.) This class is thread-safe. It replaces tensorboardX's `FileWriter`, whose `flush` doesn't wait until all
-    queued events are written, and whose thread ends silently if the disk is full.
+    When `add_event` returns, the event has been written to the file. (In a remote store, the event is written by the
+    next `flush`.) This class is thread-safe. It replaces tensorboardX's `FileWriter`, whose `flush` doesn't wait until
+    all queued events are written, and whose thread ends silently if the disk is full.
 
     The file is created when the first event is added, and closed by `close` or when this object is garbage-collected.
-    After an error, the next event is written to a new file, because the old one may end with an incomplete event.
+    After an error, the next event is written to a new file, because the old file may end with an incomplete event.
     TensorBoard reads the files of a directory in the order of their names, which contain the time of creation.
 
     Args:
@@ -79,7 +79,7 @@ class EventFile:
                 self._file.flush()
 
     def close(self) -> None:
-        """Closes the file. The next event is written to a new one."""
+        """Closes the file. The next event is written to a new file."""
         with self._lock:
             file, self._file = self._file, None
             if file is not None:

@@ -39,16 +39,17 @@ class Monitor:
     2.0
 
     Args:
-      name: The name of the metric. "loss" and "train/loss" refer to an output of the loop whose action uses the
-        monitor. "test/accuracy" refers to the `accuracy` of the evaluation named `test`. "accuracy" alone refers to the
-        loop's own output with that name or, if there is none, to the output of any evaluation.
+      name: The name of the metric. "test/accuracy" refers to the `accuracy` of the evaluation named `test`. Other names
+        depend on the loop that calls the monitor's action. "loss" and "train/loss" refer to that loop's output `loss`.
+        "accuracy" alone refers to that loop's output `accuracy` or, if there is none, to the `accuracy` of any
+        evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
         it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
         recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and
         `_score`.
 
     Raises:
-      ValueError: If `mode` is "auto" and the name, such as "score", doesn't determine the direction.
+      ValueError: If `mode` is "auto" and the name doesn't determine the direction ("score", for example).
 
     Attributes:
       name: The name that was passed to the constructor.
@@ -88,7 +89,7 @@ class Monitor:
         """Returns the value of the metric at the step given by `elapsed`, or None if it was not measured at that step.
 
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
-        if that row belongs to the same step.
+        if that row belongs to the given step.
 
         If there has been an evaluation but no metric has the monitor's name, this method logs a warning once. It
         doesn't raise an error, because the metric may still appear at a later step. If the metric never appears,
@@ -132,7 +133,7 @@ class Monitor:
         return float(value)
 
     def _find(self, names: Iterable[str]) -> str | None:
-        """Returns the name in `names` that this metric refers to, or None if there is none."""
+        """Returns the element of `names` to which the monitor's name refers, or None if there is none."""
         wanted, paths = (
             "/".join(_parts(self.name)).removeprefix("train/"),
             {name.replace("/", "."): name for name in names},

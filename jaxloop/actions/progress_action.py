@@ -35,8 +35,9 @@ class ProgressAction(Action):
 
     Args:
       total_steps: The total number of updates in the run, or None to use the number provided by the loop.
-      interval: See `Action`. By default, the display is updated up to ten times per second, and the action adds no
-        overhead to the steps between updates.
+      interval: See `Action`. By default, the action is called at the first and last steps and, in between, at most ten
+        times per second. It adds no overhead to the steps between its calls. The display may be updated less often; see
+        `min_seconds`.
       bar: The kind of display. "tqdm" shows a tqdm bar, "plain" prints occasional lines, and "auto" shows a bar on a
         terminal or in a notebook and prints lines elsewhere. In a long run, lines become less frequent.
       min_seconds: The minimum number of seconds between two updates of the display. None means 0.1 on a terminal or in
@@ -146,7 +147,7 @@ class _Bar:
         return True
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
-        """Shows the run's progress and the given metrics if an update is due."""
+        """Shows the run's progress and the given metrics, unless the last update of the display was too recent."""
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = total
         shown = [f"{printable(name)}={_number(value)}" for name, value in values.items()]
@@ -209,13 +210,14 @@ class _Results:
     def follow(self, history: History | None, step: int) -> None:
         """Sets the history (unless it is None) and the current step.
 
-        After a rollback, the step is lower than in the previous call. New results of repeated steps are then shown.
+        After a rollback, the step is lower than in the previous call. The results of the repeated steps are then shown
+        again.
         """
         self._history = self._history if history is None else history
         self._step, self._shown_until = step, min(self._shown_until, step - 1)
 
     def new_lines(self) -> list[str]:
-        """Returns a line such as `step 1,000  test: accuracy 0.9812  loss 0.0713` for each new evaluation."""
+        """Returns one line per new evaluation, such as `step 1,000  test: accuracy 0.9812  loss 0.0713`."""
         results: dict[tuple[int, str], list[str]] = {}
         for record in self._history.records_after(self._shown_until, without=_NOT_EVALUATED):
             for path, value in sorted(record.items()):
