@@ -20,11 +20,11 @@ _INTERVAL = every(steps=10)
 class SpikeGuard(Action):
     """Rolls back to an earlier checkpoint when a train metric spikes, and skips the batches that caused the spike.
 
-    A spike is a value that is NaN or infinite, or that exceeds the mean of the last `window` values by more than
+    A spike is a value that is NaN or infinite, or that exceeds the mean of the preceding `window` values by more than
     `sigmas` times their standard deviation. After a spike, the run rolls back to the last checkpoint before the spike
     and continues from there. If a check finds several spikes, the run skips all batches from the first spike to the
-    last one. From then on, the run is bit-identical to one whose data never contained those batches. Each rollback adds
-    a "detour" row to the history.
+    last spike. From then on, the run is bit-identical to one whose data never contained those batches. Each rollback
+    adds a "detour" row to the history.
 
     Checkpoints saved after the spike are moved to `<directory>/abandoned`. The run needs a `CheckpointSpec`, a
     `CheckpointAction`, and a dataset that can return to an earlier position.
@@ -37,8 +37,8 @@ class SpikeGuard(Action):
       sigmas: The number of standard deviations by which a value must exceed the mean to count as a spike.
       window: The number of preceding values to compare each value with. Until that many values exist, only NaN and
         infinity count as spikes.
-      at_most: The maximum number of rollbacks in a run. Any further spike ends the run with an error; if the run is
-        then resumed, it starts from a checkpoint before the spike.
+      at_most: The maximum number of rollbacks in a run. If a spike occurs after that many rollbacks, the run ends with
+        an error. If the run is then resumed, it starts from a checkpoint before that spike.
       interval: The interval at which to check the values. Each check covers all values since the previous check, and
         synchronizes with the devices. Checkpoints saved between a spike and the next check are abandoned, so check more
         often than you save.

@@ -25,22 +25,23 @@ class SummaryAction(WriterAction):
     """Writes a summary of all steps since the action was last called.
 
     Scalars are averaged over these steps, weighted by the number of examples. For `clu.metrics` objects, the computed
-    values are written. Statistics, such as those of a `StatLoop`, are written unchanged. Arrays of shape `[N, H, W, C]`
-    are written as images, and all other arrays are written as histograms. The type of a `MetricWithMetadata` determines
-    whether it is written as images, videos, audio, text or histograms.
+    values are written. Statistics, such as those of a `StatLoop`, are written unchanged. An array of shape
+    `[N, H, W, C]` with 1, 3 or 4 channels is written as images, and any other array as a histogram. The type of a
+    `MetricWithMetadata` determines whether it is written as images, videos, audio, text or histograms. A histogram
+    contains the values of all these steps. Images, videos, audio and text come from the last step only.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
     is saved and before the run ends. If the writer raises an error, the next call to the action raises it again, with a
-    note that lists the values that could not be written. If a checkpoint was saved in the meantime, a resumed run
-    writes these values first.
+    note that lists the values that could not be written. If a checkpoint is saved before these values are written, it
+    contains them, and a run that resumes from it writes them first.
 
     Args:
-      writer: `jaxloop.actions.default_writer(workdir)`, a writer for a tracker such as
-        `jaxloop.actions.MlflowWriter`, or any object with the methods of `clu.metric_writers.MetricWriter`. Only
-        `write_scalars` and `flush` are required. If the writer has no method for an output, a warning is logged once.
-        You own the writer: it is flushed when a run ends, but not closed. If you also write to it yourself during a
-        run, either use a thread-safe writer, such as jaxloop's own writers, or call this action's `flush` first.
+      writer: `jaxloop.actions.default_writer(workdir)`, a tracker's writer (such as `jaxloop.actions.MlflowWriter`), or
+        any object with the methods of `clu.metric_writers.MetricWriter`. Only `write_scalars` and `flush` are required.
+        If the writer has no method for the type of an output, a warning is logged once. You own the writer: it is
+        flushed when a run ends, but not closed. If you also write to it yourself during a run, either use a thread-safe
+        writer, such as jaxloop's own writers, or call this action's `flush` before each write of your own.
       interval: See `Action`.
       prefix: A prefix to add to each name, such as "eval/" to distinguish the `loss` of an eval loop from that of the
         train loop.
@@ -120,7 +121,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> list[str]:
-    """Returns a sentence for each output that isn't written. The sentence gives the reason."""
+    """Returns one message for each output that isn't written. The message gives the reason."""
     reasons = {
         name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
         for name, metric in media.items()

@@ -22,10 +22,10 @@ from jaxloop.base import files
 class _TrackerWriter(abc.ABC):
     """The base class of all tracker writers. Stores the tracked run's ID and skips points that already exist.
 
-    A tracked run is the tracker's record of a run. A point is the value of a metric at a step. The ID is saved in a
-    file in the work directory before the first point is written, and in each checkpoint. After a resume or an error,
-    the next write first reads back the points that the tracker already has. These points are not written again. Writers
-    are thread-safe. A subclass has a method for each kind of value that its tracker can store.
+    A tracked run is the tracker's record of a run. A point is the value of a metric at a step. Before the first point
+    is written, the ID is saved in a file in the work directory. Each checkpoint also contains the ID. After a resume or
+    an error, the next write first reads back the points that the tracker already has. These points are not written
+    again. Writers are thread-safe. A subclass has a method for each kind of value that its tracker can store.
     """
 
     def __init__(self, workdir: epath.PathLike, package: str):
@@ -45,7 +45,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        """Writes new hyperparameters and notes."""
+        """Writes the hyperparameters and notes that have been added since the last call."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -53,11 +53,11 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _points(self, step: int) -> Iterable[tuple[str, int]]:
-        """Yields the name and step of each stored point at `step` or a later step."""
+        """Yields the metric's name and the step of each stored point whose step is `step` or later."""
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
-        """Waits until all points are stored. Then closes the tracked run as "finished", "failed" or "killed"."""
+        """Closes the tracked run with a status ("finished", "failed" or "killed") after all points are stored."""
 
     def _name(self, name: str) -> str:
         """Converts a name to one that the tracker allows."""
@@ -67,12 +67,12 @@ class _TrackerWriter(abc.ABC):
         self._write(step, {name: float(value) for name, value in scalars.items()})
 
     def write_hparams(self, hparams: Mapping[str, Any]) -> None:
-        """Adds hyperparameters, which are written before the next point."""
+        """Adds hyperparameters, to be written before the next point or by the next `flush`."""
         with self._lock:
             self._hparams |= hparams
 
     def write_notes(self, notes: Mapping[str, Any]) -> None:
-        """Adds notes about the run, which are written before the next point."""
+        """Adds notes about the run, to be written before the next point or by the next `flush`."""
         with self._lock:
             self._notes |= notes
 
@@ -354,14 +354,14 @@ class WandbWriter(_MediaWriter):
     the W&B run, because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run.
     In online mode, finishing and resuming take a few seconds.
 
-    In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, the points
-    between two flushes are written to a new directory, `wandb/offline-run-*`, in the work directory. In this mode, a
-    resumed run writes the points of repeated steps again. To upload the directories, run `wandb sync --include-offline
-    wandb/offline-run-*`.
+    In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, a resumed
+    run writes the points of repeated steps again. Also in offline mode, the points between two flushes are written to a
+    new directory, `wandb/offline-run-*`, in the work directory. To upload these directories, run
+    `wandb sync --include-offline wandb/offline-run-*`.
 
     Args:
       workdir: The run's work directory, which stores the ID of the W&B run.
-      project: The name of the project.
+      project: The name of the project, or None to use W&B's default.
       **options: Further arguments for `wandb.init`, except for `id`, `resume`, `dir` and `reinit`.
 
     Raises:
@@ -410,9 +410,9 @@ _STATUS = "jaxloop/status"
 
 
 def _pictures(image: Any) -> list[np.ndarray]:
-    """Converts one or several images to a list of uint8 arrays of shape `[H, W, 3 or 4]`.
+    """Converts an image or a batch of images to a list of uint8 arrays of shape `[H, W, 3 or 4]`.
 
-    Floats are clipped to the range from 0 to 1.
+    Values whose dtype isn't uint8 are clipped to the range from 0 to 1 and multiplied by 255.
     """
     batch = as_batch(image, 4)
     if batch.dtype != np.uint8:

@@ -26,7 +26,8 @@ class Call:
     """A pending call to a writer's method, such as `write_scalars`, `flush` or `resume`.
 
     Attributes:
-      action: The action that requested the call. If the call was restored from a checkpoint, `str` of the action.
+      action: The action that requested the call. For a call that was restored from a checkpoint, a string that
+        describes the action.
       step: The step to which the values belong.
       method: The name of the method.
       values: The values to write, by name.
@@ -68,9 +69,9 @@ class WriterQueue:
     `state_dict` waits until everything is written and flushed. In a multi-process job, only the first process calls the
     writer.
 
-    If a call raises an error, no value is lost or written twice: that call and all later ones stay in the queue. The
-    next request or flush raises the error, and the request after that retries the calls. If a checkpoint is saved
-    before the retry, the checkpoint contains these calls, and a run that resumes from it makes the calls first.
+    If a call raises an error, no value is lost or written twice: that call and all later calls stay in the queue. The
+    next `put` or `flush` raises the error, and the `put` after that retries the calls. If a checkpoint is saved before
+    the retry, the checkpoint contains these calls, and a run that resumes from it makes the calls first.
 
     Args:
       writer: Any object with the methods of `clu.metric_writers.MetricWriter`.
@@ -135,9 +136,9 @@ class WriterQueue:
             self._flush_writer()
 
     def state_dict(self, action: Any) -> dict[str, Any]:
-        """Waits for the calls in the queue, flushes the writer, and returns the data to store in a checkpoint.
+        """Waits until all calls have been made, flushes the writer, and returns the data to store in a checkpoint.
 
-        The data consists of the calls that could not be made because of an error, and the writer's position. The error
+        The data consists of the writer's position and any calls that could not be made because of an error. The error
         is raised later, so that the checkpoint can be saved. `action` is the action that calls this method.
         """
         if not self._writes:
