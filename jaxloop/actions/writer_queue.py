@@ -164,13 +164,13 @@ class WriterQueue:
     def begin_run(self, action: Any, step: int) -> None:
         """Makes the writer hide everything that a killed run wrote after its newest checkpoint.
 
-        A resumed run does this once for all actions that share the writer. A new run does it only if this process
-        hasn't written anything yet. In that case, any existing values come from a run that was killed before its first
-        checkpoint.
+        In a resumed run, this happens once for all actions that share the writer. In a new run, it happens only if this
+        process hasn't written anything yet. In that case, any existing values come from a run that was killed before
+        its first checkpoint.
 
         Args:
           action: The action that calls this method.
-          step: The step of the checkpoint, or the first step of the run if there is no checkpoint.
+          step: The step of the checkpoint or, if there is no checkpoint, the step at which the run starts.
         """
         state_dict, self._begins_from = self._begins_from, None
         if state_dict is not None and self._writes:

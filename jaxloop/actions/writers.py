@@ -15,9 +15,9 @@ from jaxloop.base.text import printable
 
 
 def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
-    """Returns a writer that writes TensorBoard event files to `workdir` and logs scalars and text.
+    """Returns a writer that writes TensorBoard event files to `workdir`.
 
-    In a multi-process job, only the first process writes files.
+    The writer also logs scalars, text and hyperparameters. In a multi-process job, only the first process writes files.
 
     Raises:
       OSError: If the directory can't be written to.
@@ -31,10 +31,9 @@ def default_writer(workdir: epath.PathLike) -> "TensorBoardWriter":
 class TensorBoardWriter:
     """Writes TensorBoard event files with tensorboardX, which doesn't need TensorFlow.
 
-    Also writes scalars and text to the program's log.
+    Also writes scalars, text and hyperparameters to the program's log. The event file is created by the first write.
 
-    tensorboardX needs pillow for images. Without pillow, images are skipped, and a warning is logged once. The event
-    file is created by the first write.
+    tensorboardX needs pillow for images. Without pillow, images are skipped, and a warning is logged once.
     """
 
     def __init__(self, workdir: epath.PathLike):
@@ -97,7 +96,7 @@ class TensorBoardWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the event file. The next write creates a new one."""
+        """Closes the event file. The next write creates a new event file."""
         self._file.close()
 
     def resume(self, step: int, position: Mapping[str, Any] | None) -> None:
@@ -105,8 +104,8 @@ class TensorBoardWriter:
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The writer's position from the checkpoint, or None if there is no checkpoint. If it is None and
-            `step` is 0, all existing points are hidden, including those of step 0.
+          position: The writer's position from the checkpoint, or None if there is no checkpoint. If `position` is None
+            and `step` is 0, all existing points are hidden, including those of step 0.
         """
         self._file.resume(0 if step == 0 and position is None else step + 1)
 

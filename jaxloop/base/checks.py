@@ -1,4 +1,4 @@
-"""Checks of states, batches and step results. The errors state what was expected, what was found and what to do."""
+"""Checks of states, batches and step results. Error messages explain what was expected, what was found, and what to do."""
 
 import contextlib
 import functools
@@ -100,12 +100,13 @@ def check_positive(name: str, value: Any, *, optional: bool = False, instead: st
 def only_one(who: str, **names: Any) -> Any:
     """Returns the value of an argument that has two names.
 
-    Raises a `TypeError` unless exactly one of the names was used. Also raises one if the value is a number or a
-    schedule, which must have been meant for a different argument.
-
     Args:
       who: The name of the function or class, for the error message.
-      **names: The two names, each with the value that was passed under it, or None.
+      **names: The two names of the argument. The value of each is what the caller passed under that name, or None.
+
+    Raises:
+      TypeError: If the caller used neither or both of the names, or if the value is a number or a schedule, which was
+        probably meant for a different argument.
     """
     given, (name, other) = {each: value for each, value in names.items() if value is not None}, names
     value = next(iter(given.values()), None)
@@ -125,7 +126,7 @@ def deleted_leaves(state: Any) -> list[str]:
 
 
 def mark_donated(state: Any, by: Any) -> None:
-    """Records that a state was donated to `by`, such as a loop.
+    """Records that a state was donated to the object `by` (a loop, for example).
 
     If the state is used again, the error message names `by`. The record is stored on one of the donated arrays, so it
     survives `state.replace(...)`.
@@ -138,7 +139,7 @@ def mark_donated(state: Any, by: Any) -> None:
 def donated_leaf(state: Any) -> jax.Array | None:
     """Returns the array on which `mark_donated` stores its record, or None if the state has no such array.
 
-    It is the first array of the state, not counting `state.step`, which is usually not donated.
+    The record is stored on the first array of the state, not counting `state.step`, which is usually not donated.
     """
     step = getattr(state, "step", None)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
@@ -156,7 +157,7 @@ def check_multiple(name: str, value: int | None, step: Any) -> None:
 
 
 def counting_hint(step: Any) -> str:
-    """Returns a hint for error messages that explains how a training step should update `state.step`."""
+    """Returns a hint on how a training step should update `state.step`, for use in error messages."""
     return (
         f"Each run must add {step.updates_per_step} to it, the value of {type(step).__name__}.updates_per_step: return "
         "state.apply_gradients(grads=...) or state.replace(step=...), or correct updates_per_step."
@@ -164,7 +165,7 @@ def counting_hint(step: Any) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """Converts a scalar to an int, or returns None if its value isn't a non-negative integer.
+    """Returns a scalar as an int if it is a non-negative whole number, and None otherwise.
 
     >>> whole_number(np.float32(8.0)), whole_number(8), whole_number(1.5), whole_number("8")
     (8, 8, None, None)
