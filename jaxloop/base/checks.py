@@ -1,4 +1,7 @@
-"""Checks of states, batches and step results. Error messages explain what was expected, what was found, and what to do."""
+"""Checks of states, batches and step results.
+
+The error messages explain what was expected, what was found and what to do.
+"""
 
 import contextlib
 import functools
@@ -230,7 +233,7 @@ def _buffer(leaf: jax.Array) -> Any:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, keeps NumPy arrays and 64-bit numbers.
+    """Converts a tree's Python numbers to NumPy arrays. Unlike `adopt`, keeps NumPy arrays and 64-bit precision.
 
     Raises a `TypeError` if a leaf can't be converted to an array.
     """
@@ -314,7 +317,9 @@ def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """Returns a warning that lists the float64 arrays that JAX would convert to float32, or None if there are none.
+    """Returns a warning that lists the float64 arrays that JAX would convert to float32.
+
+    Returns None if the batch has no such arrays.
 
     Raises:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
@@ -330,7 +335,10 @@ def problem_of_dtypes(batch: Any) -> str | None:
 
 
 def _is_cut(leaf: Any, kinds: str) -> bool:
-    """Returns True if a leaf is a 64-bit NumPy array (of a dtype kind in `kinds`) that JAX would convert to 32 bits."""
+    """Returns True if a leaf is a 64-bit NumPy array or scalar that JAX would convert to 32 bits.
+
+    `kinds` contains the NumPy dtype kinds to consider, such as "iu" for signed and unsigned integers.
+    """
     is_wide = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in kinds and leaf.dtype.itemsize == 8
     return is_wide and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
 
@@ -372,11 +380,11 @@ class BatchWatch:
       look: Checks the next batches.
 
     Attributes:
-      num_rows: The number of rows in the last batch. None before the first batch, or if the leading axes of the batch's
-        leaves differ in length.
+      num_rows: The number of rows in the last batch. None before the first batch, if the leading axes of the batch's
+        leaves differ in length, or if all leaves are scalars.
       form: A list that identifies the structure, shapes and dtypes of the last batch, or None before the first batch.
-      may_differ: True if the batches in different processes of a job have differed in more than their numbers of rows.
-        In that case, the processes compare their batches before each step.
+      may_differ: True if the processes of a job have had batches that differ in more than their numbers of rows. The
+        processes then compare their batches before each step.
     """
 
     def __init__(self):
@@ -389,10 +397,11 @@ class BatchWatch:
         """Checks the next batches.
 
         Args:
-          batches: One batch, or several with the same shapes and dtypes.
+          batches: A sequence of one or more batches, all with the same shapes and dtypes.
 
         Returns:
-          The number of rows in each batch, or None if the leading axes of its leaves differ in length.
+          The number of rows in each batch. None if the leading axes of a batch's leaves differ in length, or if all
+          leaves are scalars.
 
         Raises:
           ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
@@ -450,7 +459,10 @@ def check_only_process(who: str) -> None:
 
 
 def check_pair(result: Any, hook: str, names: str) -> tuple[Any, Any]:
-    """Checks that a hook's result is a pair, and returns the result. The error message calls the pair `names`."""
+    """Checks that a hook's result is a pair, and returns the result.
+
+    `names` describes the pair in the error message, as in "(state, outputs)".
+    """
     if not isinstance(result, tuple) or len(result) != 2 or hasattr(result, "_fields"):
         raise TypeError(f"{hook} must return {names}, a pair, got {_describe_result(result)}.")
     return result
@@ -502,21 +514,27 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
 
 
 def compare(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Returns a line for each leaf whose dtype or shape differs between two dicts of leaves.
+    """Returns a line for each leaf whose dtype or shape differs between two dicts, or that only one dict contains.
 
-    The lines are truncated with `first_lines`.
+    If there are more than twelve lines, the rest are omitted; see `first_lines`.
     """
     expected, got = ({path: describe(leaf) for path, leaf in leaves.items()} for leaves in (expected, got))
     return change_lines(changes(expected, got))
 
 
 def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, str, str]]:
-    """Returns `(path, expected, got)` for each path at which two dicts of leaf descriptions differ."""
+    """Returns a tuple `(path, expected, got)` for each path at which two dicts of leaf descriptions differ.
+
+    If one of the dicts lacks a path, the description on that side is "(none)".
+    """
     paths = [*expected, *(path for path in got if path not in expected)]
     pairs = ((path, expected.get(path, "(none)"), got.get(path, "(none)")) for path in paths)
     return [change for change in pairs if change[1] != change[2]]
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Returns a line for each element of the result of `changes`. The lines are truncated with `first_lines`."""
+    """Returns a line for each of the given changes, which the function `changes` has found.
+
+    If there are more than twelve lines, the rest are omitted; see `first_lines`.
+    """
     return first_lines([f"  {path}: {one} -> {two}" for path, one, two in changes])
