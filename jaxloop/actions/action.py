@@ -93,10 +93,10 @@ class Action(abc.ABC):
             a step's action, the outputs of the step, still on the devices. Set `outputs[STOP_LOOP] = True` to end the
             experiment.
           **kwargs: `step_num`, the number of completed updates, and `elapsed`, the progress of the run (an `Elapsed`).
-            A loop also passes `history`, `total_steps`, `spent` and `snapshot`. `history` contains the values measured
-            so far (a `History`, or None). `total_steps` is the planned number of updates (None if unknown). `spent` is
-            the time report for the period since the last call (a `Spent`). `snapshot` is a function that returns what a
-            checkpoint stores in addition to the state. Later versions may add more keywords.
+            A loop also passes `history`, `total_steps`, `spent` and `snapshot`. `history` is a `History` of the values
+            measured so far, or None. `total_steps` is the planned number of updates, or None if it is unknown. `spent`
+            is a `Spent`, the time report for the period since the action's last call. `snapshot` is a function that
+            returns what a checkpoint stores in addition to the state. Later versions may add more keywords.
 
         Raises:
           TurnBack: If the run should return to an earlier checkpoint and skip the batches that the exception specifies.

@@ -41,8 +41,8 @@ class _Memory:
 class EarlyStoppingAction(Action):
     """Ends the run when a metric stops improving, or immediately if the metric becomes NaN.
 
-    Infinity in the wrong direction also ends the run immediately; see `Monitor.has_failed`. When the action ends the
-    run, it logs the reason.
+    The run also ends immediately if the metric becomes infinite in the wrong direction; see `Monitor.has_failed`. When
+    the action ends the run, it logs the reason.
 
     Add this action to the eval loop that computes the metric. The loop then calls the action after each evaluation.
     Alternatively, add the action to the train loop, with the same interval as the evaluation, such as

@@ -39,10 +39,9 @@ class Monitor:
     2.0
 
     Args:
-      name: The name of the metric. "test/accuracy" refers to the `accuracy` of the evaluation named `test`. Other names
-        depend on the loop that calls the monitor's action. "loss" and "train/loss" refer to that loop's output `loss`.
-        "accuracy" alone refers to that loop's output `accuracy` or, if there is none, to the `accuracy` of any
-        evaluation.
+      name: The name of the metric. "test/loss" refers to the `loss` of the evaluation named `test`. "train/loss" refers
+        to the output `loss` of the loop that calls the monitor's action. "loss" alone refers to that loop's output
+        `loss` or, if there is none, to the `loss` of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
         it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
         recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and

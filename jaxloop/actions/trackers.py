@@ -354,9 +354,9 @@ class WandbWriter(_MediaWriter):
     the W&B run, because only `wandb.finish` waits until W&B has stored everything. The next write resumes the W&B run.
     In online mode, finishing and resuming take a few seconds.
 
-    In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, a resumed
-    run writes the points of repeated steps again. Also in offline mode, the points between two flushes are written to a
-    new directory, `wandb/offline-run-*`, in the work directory. To upload these directories, run
+    In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, it can't
+    read them back, so a resumed run writes the points of repeated steps again. Offline, the points between two flushes
+    are written to a new directory, `wandb/offline-run-*`, in the work directory. To upload these directories, run
     `wandb sync --include-offline wandb/offline-run-*`.
 
     Args:

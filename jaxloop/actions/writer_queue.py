@@ -100,7 +100,7 @@ class WriterQueue:
         return distributed.is_first_process()
 
     def put(self, *calls: Call) -> None:
-        """Appends calls to the queue. If the queue is too full, first waits until it is empty.
+        """Appends calls to the queue. If the queue has no room for the calls, first waits until it is empty.
 
         If an error is raised, none of the calls are appended.
 
