@@ -170,9 +170,9 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` values were not improvements, or if the metric has failed.
+        """True if the last `patience` values were not improvements, or if the last value means failure.
 
-        See `Monitor.has_failed`.
+        `Monitor.has_failed` determines which values mean failure.
         """
         return self._memory.waits >= self.patience
 

@@ -45,7 +45,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        """Writes the hyperparameters and notes that have been added since the last call."""
+        """Writes hyperparameters and notes that have not been written yet."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
