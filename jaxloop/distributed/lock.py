@@ -1,6 +1,6 @@
 """Directory locks, which ensure that only one run at a time trains in a directory.
 
-When a process ends, no matter how, the kernel releases its locks.
+The kernel releases a process's locks when the process ends, even if it was killed.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def locked(directory: epath.PathLike, name: str = TRAINER) -> Iterator[None]:
 
     Args:
       directory: The directory, which is created if it doesn't exist.
-      name: The name of the lock file.
+      name: The name of the lock file. Only runs that use the same name exclude each other.
 
     Raises:
       DirectoryInUseError: If the lock is already held.
@@ -105,7 +105,7 @@ def check(directory: epath.PathLike, name: str = TRAINER) -> None:
 
 
 def _path(directory: epath.PathLike, name: str) -> str:
-    """Returns the absolute path of the lock file in a directory, with symbolic links in the directory resolved."""
+    """Returns the absolute path of a directory's lock file. Resolves symbolic links in the path of the directory."""
     return os.path.join(files.absolute(directory), name)
 
 
@@ -117,7 +117,10 @@ def _this_process() -> str:
 
 
 def _read_holder(path: str) -> str:
-    """Reads a lock file and returns its description of the process that holds the lock, or "another process"."""
+    """Returns the text of a lock file, which describes the process that holds the lock.
+
+    Returns "another process" if the file is empty or can't be read as text.
+    """
     with contextlib.suppress(OSError, ValueError):
         return printable(files.read_bytes(path, _MAX_BYTES).decode()) or "another process"
     return "another process"

@@ -43,8 +43,8 @@ class Moment(NamedTuple):
     Attributes:
       state: The train state. The next step donates it.
       now: The run's progress.
-      outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives those since its last
-        call, together with statistics. None when a loop begins.
+      outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives the outputs of all
+        steps since its last call, together with statistics. None if the item is a begin action of a loop.
       spent: The time spent since the item's last call.
     """
 
@@ -91,9 +91,10 @@ class Item:
     Attributes:
       cursor: A position in the outputs. The item has already read all outputs before this position, except for those in
         `unread`.
-      unread: Outputs of earlier loops that the item hasn't read yet, as the loops' `end` hooks returned them. They are
-        kept here only if hooks may have changed them; otherwise this is None. If the interval is an int, these are all
-        unread outputs before `cursor`. If the interval is a schedule, only the values that aren't lists are kept.
+      unread: The outputs that the `end` hooks of earlier loops returned and that the item hasn't read yet. None unless
+        hooks may have changed the outputs. If the interval is an int, `unread` contains all outputs before `cursor`
+        that the item hasn't read. If the interval is a schedule, `unread` contains only the values that aren't
+        lists.
       called_at: The step after which the item was last called, or None before the first call.
       is_requested: True if a call has been requested. The item is then due at once, regardless of its interval.
       spent: The run's time report (a `Spent`) at the item's last call.
@@ -138,8 +139,8 @@ class Item:
     def unread_in(self, outputs: Outputs, ended: Ended | None) -> LoopOutputs:
         """Returns the outputs that the item would receive if it were called now.
 
-        An item that reads all outputs receives those since its last call. If the item's interval is an int, these are
-        exactly the outputs that the loops' `end` hooks returned.
+        An item that reads all outputs receives the outputs of all steps since its last call. If the item's interval is
+        an int, it receives exactly the outputs that the loops' `end` hooks returned.
 
         Args:
           outputs: The outputs of the run.
@@ -162,7 +163,7 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Stores the outputs of a loop's `end` hook for the item's next call.
+        """Stores the outputs that a loop's `end` hook returned, for the item's next call.
 
         Does nothing if the item doesn't read all outputs, or if it has just been called.
         """
@@ -183,7 +184,11 @@ class Item:
         """Restores the item from the result of `state_dict`."""
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
-        """Returns everything that a checkpoint stores about the item, including its state, as JSON values."""
+        """Returns the item's entry in a checkpoint, which includes the item's state, as a dict of JSON values.
+
+        Args:
+          encode: A function that encodes outputs as JSON values.
+        """
         unread = None if self.unread is None else encode(self.unread)
         read = {"called_at": self.called_at, "cursor": self.cursor, "unread": unread}
         return {"name": self.name, "state": encoding.encode(self.state_dict()), **read}
@@ -203,7 +208,8 @@ class ActionItem(Item):
 
     Args:
       action: The action.
-      rank: The item's place among the items that are due at the same step. If None, it depends on the kind of action.
+      rank: The item's place among the items that are due at the same step. If None, the rank depends on the kind of
+        action.
 
     Attributes:
       context: Additional keyword arguments for the action.
@@ -287,7 +293,7 @@ class Agenda:
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
-        """Returns the next step, time and loop at which an item may be due or at which `stop` may end the run."""
+        """Returns the next points in the run at which an item may be due or `stop` may end the run; see `Goal`."""
         intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
@@ -298,7 +304,7 @@ class Agenda:
 
         If an item that is called at the end of a loop asks the run to stop, the current step becomes the last step of
         the run. The items that are due at the end of a run are then called, too. If an item that is called inside a
-        loop asks the run to stop, the loop ends first, and checkpoints are saved afterwards.
+        loop asks the run to stop, the loop ends at the current step, and checkpoints are saved only after that.
 
         Args:
           state: The state.
@@ -398,7 +404,10 @@ class Agenda:
             item.reset(spent, position)
 
     def state_dict(self, step_num: int, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: one of JSON values, and one of the train states that actions keep.
+        """Returns the agenda's part of a checkpoint as two dicts.
+
+        The first dict contains JSON values. The second dict contains the train states that actions keep, keyed by the
+        index of the action's item.
 
         Args:
           step_num: The number of completed updates.
