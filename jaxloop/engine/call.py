@@ -41,8 +41,8 @@ class Failure(NamedTuple):
 
     Attributes:
       step_num: The number of the step that raised the exception, or None if no step raised it.
-      state: The state after the last completed step, or None if that state was lost.
-      reason: The reason why the state was lost, or None.
+      state: The state after the last completed step, or None if that state is unusable.
+      reason: The reason why that state is unusable. None if it is usable.
     """
 
     step_num: int | None = None
@@ -80,7 +80,9 @@ class Call:
       place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
         note on the exception names this part.
       ran: The steps that are running now, with their results so far. None if no steps are running.
-      count: A pair: the array that was `state.step` after the call, and the value of this array as an int.
+      count: A pair. After a call that trains, it consists of `state.step` (None if the state has no `step`) and the
+        number of completed updates. A later call that begins with the same `state.step` array uses that number
+        instead of reading the array.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """

@@ -330,8 +330,8 @@ class Engine:
     def loop_end(self, step_num: int) -> int | None:
         """Returns the number of updates in the next call to `Loop.run`, which begins at step `step_num`.
 
-        The call ends at the planned end of the run or, if it comes first, at the end of a loop where hooks or items may
-        have to be called. Returns None if neither is planned.
+        The call ends at the planned end of the run, or at the next end of a loop at which hooks or items may have to be
+        called, whichever comes first. Returns None if neither is planned.
         """
         plan, run = self.plan, self.run
         ends = [] if plan.total is None else [plan.total - step_num]
@@ -348,9 +348,9 @@ class Engine:
 
         Returns False if one of these items asked the run to stop, or if a signal prevented an item from being called.
 
-        For a train loop, this method is called before the first step and, in a resumed run, at the step of the
-        checkpoint. For an eval loop, it is called when training ends, and when an earlier interruption has prevented
-        the loop's actions from being called. No item is called twice at the same step.
+        For a train loop, this method is called at the start of a new or resumed run. For an eval loop, it is called at
+        the end of training. It is also called if an earlier interruption prevented the eval loop's actions from being
+        called. No item is called twice at the same step.
 
         Args:
           state: The state.
@@ -423,7 +423,7 @@ class Engine:
         return state, outputs
 
     def _failure(self, error: BaseException) -> Failure:
-        """Returns the information to keep after an exception: the latest state, or the reason why it was lost."""
+        """Returns the information to keep after an exception: the latest state, or the reason why it is unusable."""
         call, outputs, problem, bad = self.call, self.run.outputs, None, "it has values that are not finite"
         failure = call.outcome.failure
         if isinstance(error, nonfinite.NonFiniteError) and outputs.guard is not None and error is outputs.guard.error:

@@ -11,9 +11,10 @@ from jaxloop.distributed.agreement import Job, JointReader, OwnBatches
 
 
 def as_iterator(dataset: Any) -> Iterator[Any]:
-    """Returns an iterator over a dataset, or over the dataset that a function returns.
+    """Returns an iterator over a dataset.
 
-    If the dataset is None, the iterator yields None forever.
+    If the dataset is a function, calls the function and iterates over the result. If the dataset is None, the iterator
+    yields None forever. If the dataset is an iterator, returns the dataset itself.
 
     Raises:
       TypeError: If the dataset is neither an iterator nor an iterable of batches.
@@ -42,8 +43,8 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset. If None, `next(dataset)` is used.
-      joint: In a multi-process job, the reader to use instead of `read`, which makes all processes read the same number
-        of batches. Otherwise None.
+      joint: In a multi-process job, a reader that makes all processes read the same number of batches. It is used
+        instead of `read`. None if there is only one process.
 
     Attributes:
       dataset: The iterator.
@@ -88,7 +89,7 @@ class Feed(Iterator[types.Batch]):
     def count(self, number: int) -> list[int]:
         """Returns the number of examples in each of the first `number` batches taken from the feed since the last call.
 
-        If more batches were taken, their numbers of examples are discarded.
+        If more than `number` batches were taken, the numbers of examples in the others are discarded.
         """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]
@@ -135,7 +136,7 @@ class Feed(Iterator[types.Batch]):
         return not self.has_ended
 
     def _read_ahead(self, number: int) -> None:
-        """Reads batches until the buffer contains `number` batches, or the dataset ends or raises an exception."""
+        """Reads until the buffer contains `number` batches, or until the dataset ends or raises an exception."""
         read, add, missing = self._read, self.ahead.append, number - len(self.ahead)
         try:
             for _ in range(missing if self._error is None else 0):
