@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     Attributes:
       step_num: The number of the step that raised the exception, or None if no step raised it.
       state: The state after the last completed step, or None if that state is unusable.
-      reason: The reason why that state is unusable. None if it is usable.
+      reason: The reason why that state is unusable, or None if it is usable.
     """
 
     step_num: int | None = None

@@ -330,7 +330,7 @@ class Engine:
     def loop_end(self, step_num: int) -> int | None:
         """Returns the number of updates in the next call to `Loop.run`, which begins at step `step_num`.
 
-        The call ends at the planned end of the run, or at the next end of a loop at which hooks or items may have to be
+        The call ends at the planned end of the run, or at the next loop end at which hooks or items may have to be
         called, whichever comes first. Returns None if neither is planned.
         """
         plan, run = self.plan, self.run

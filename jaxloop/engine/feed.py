@@ -43,8 +43,8 @@ class Feed(Iterator[types.Batch]):
     Args:
       dataset: An iterator of batches.
       read: A function that reads the next batch from the dataset. If None, `next(dataset)` is used.
-      joint: In a multi-process job, a reader that makes all processes read the same number of batches. It is used
-        instead of `read`. None if there is only one process.
+      joint: In a multi-process job, a reader that is used instead of `read` and that makes all processes read the same
+        number of batches. Otherwise None.
 
     Attributes:
       dataset: The iterator.
@@ -155,7 +155,7 @@ class Source(NamedTuple):
     """Functions that an experiment uses to track a loop's data.
 
     Attributes:
-      next_pass: Called when the data ends. Returns True if there is more data for another loop.
+      next_pass: Called when the data ends, to begin the next epoch. Returns True if there is data for another loop.
       mark: Called before batches are read ahead, to mark the current position in the data.
       consumed: Called whenever batches may have been used or read ahead. Receives the number of batches that have been
         read but not used yet.

@@ -28,8 +28,8 @@ class Chunk(NamedTuple):
     """The outputs of several steps, in groups of consecutive steps whose outputs have the same names.
 
     Attributes:
-      groups: A pair for each group: the outputs by name, or None if the steps return no outputs, and the number of
-        steps. The values of an output are stored as a column: a list with one value per step, or a stacked pytree.
+      groups: One pair `(outputs, num_steps)` per group. `outputs` is a dict keyed by name, or None if the steps return
+        no outputs. The values of an output are stored as a column: a list with one value per step, or a stacked pytree.
       examples: The number of examples in each step.
     """
 
@@ -183,7 +183,7 @@ class Pending:
         return taken
 
     def sums(self) -> dict[str, Any]:
-        """Returns the merged `clu.metrics` states since the last cut, on the host."""
+        """Returns the `clu.metrics` states, merged over all steps since the last cut, as host values."""
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
@@ -270,7 +270,10 @@ class Outputs:
         return self._segments[-1].end + self.pending.num_steps
 
     def fetch(self, number: int | None = None) -> None:
-        """Waits for the first `number` elements of the queue (by default, all outputs) and moves them to the host."""
+        """Waits for the first `number` elements of the queue and moves them to the host.
+
+        By default, waits for all pending outputs, including those that are not in the queue yet.
+        """
         for each in self.pending.take(number):
             if isinstance(each, Chunk):
                 self._arrive(each.groups, each.examples)
@@ -365,7 +368,11 @@ class Outputs:
         return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 
     def trim(self, cursors: Iterable[int]) -> None:
-        """Drops segments that all readers have read and joins segments that no cursor separates."""
+        """Drops segments that all readers have read, and joins adjacent segments with no cursor between them.
+
+        Args:
+          cursors: The readers' cursors. The start of the current loop counts as one more cursor.
+        """
         kept: list[Segment] = []
         cursors = {*cursors, self.loop_start}
         *segments, newest = self._segments
@@ -420,7 +427,10 @@ class Outputs:
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
-    """Splits grouped outputs into one dict per step. The outputs must already be on the host."""
+    """Splits groups of outputs, as in `Chunk`, into one dict per step, or None for a step without outputs.
+
+    The outputs must already be on the host.
+    """
     rows: list[types.Output] = []
     for columns, number in groups:
         lists = columns and {name: unstacked(column, number) for name, column in columns.items()}
