@@ -183,7 +183,7 @@ class Pending:
         return taken
 
     def sums(self) -> dict[str, Any]:
-        """Returns the `clu.metrics` states, merged over all steps since the last cut, as host values."""
+        """Returns the `clu.metrics` states of all steps since the last cut, merged and copied to the host."""
         return metrics.fetch(self._sums)
 
     def newest_scalars(self) -> dict[str, Any]:
@@ -318,8 +318,8 @@ class Outputs:
         non-scalar values are returned only for the last segment.
 
         Args:
-          cursor: The first position.
-          until: The second position, or None for the current position.
+          cursor: The position at which the result begins.
+          until: The position at which the result ends, or None for the current position.
           after: Earlier outputs to put at the beginning of the result. They are not changed.
           keeps_all: Whether to return the non-scalar values of all segments.
         """
@@ -427,7 +427,7 @@ class Outputs:
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
-    """Splits groups of outputs, as in `Chunk`, into one dict per step, or None for a step without outputs.
+    """Splits groups of outputs (see `Chunk`) into a list with one dict per step, or None for a step without outputs.
 
     The outputs must already be on the host.
     """
@@ -480,7 +480,7 @@ def unstacked(column: Any, number: int) -> list[Any]:
 
 
 def _is_stackable(column: Any) -> bool:
-    """Returns True for a list of small device arrays with the same shape and dtype. PRNG keys aren't stackable."""
+    """Returns True for a list of small device arrays that have the same shape and dtype and aren't typed PRNG keys."""
     first = column[0] if isinstance(column, list) else None
     if not isinstance(first, jax.Array) or first.size > 64 or jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
         return False

@@ -99,7 +99,7 @@ class Program:
     ) -> None:
         """Runs at most `room` steps on batches from `feed`, and stores the results in `ran`.
 
-        Stops early if the data ends, a signal or a request to pause arrives, or the deadline passes.
+        Stops early if the data ends, if a signal or a request to pause arrives, or if the deadline passes.
         """
         read, add_outputs, add_number = feed.reader(), ran.outputs.append, ran.examples.append
         clock = timing.clock
@@ -184,11 +184,11 @@ class Program:
 
     @property
     def _prepares(self) -> bool:
-        """True if each batch must be passed to `_prepare` before `run`."""
+        """True if each batch must be passed to `_prepare` before the step's `run` hook is called."""
         return self._evaluates or bool(self._own_hooks)
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-        """Passes a batch through the hooks that precede `run`, and counts the batch's examples."""
+        """Counts a batch's examples and calls the hooks that the step calls before its `run` hook."""
         runner = self._runner
         if "begin" in self._own_hooks and (ready := runner.ready_batch(batch)) is not None:
             return carry, *ready
@@ -238,7 +238,11 @@ class Program:
         return True
 
     def dispatch_fused(self, state: Any, batches: Sequence[types.Batch]) -> tuple[Any, Block, list[int]] | None:
-        """Runs one step per batch, all in a single dispatch. Returns None if the batches can't be stacked."""
+        """Runs one step per batch, all in a single dispatch.
+
+        Returns the state, the outputs, and a list with the number of examples in each batch. If the batches can't be
+        stacked, runs no steps and returns None.
+        """
         compiled = self.fused
         carry, prepared, numbers = compiled.enter(state), [], []
         for batch in batches if self._prepares else ():

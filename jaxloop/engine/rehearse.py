@@ -48,7 +48,7 @@ class Calls:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The steps after which the calls happen. A call at the end of the run is left out if that step is unknown."""
+        """The steps after which the calls happen. If the last step of the run is unknown, a call at it is left out."""
         return [now.steps for now in self.moments if now.steps != END]
 
     @property
@@ -57,7 +57,7 @@ class Calls:
         return not self.moments and not self.rest
 
     def may_coincide(self, other: "Calls") -> bool:
-        """Returns True if a call in this object and a call in `other` may occur at the same step."""
+        """Returns True if one of these calls may occur at the same step as a call in `other`."""
         steps, others = ({now.steps for now in calls.moments} for calls in (self, other))
         return bool(self.rest or other.rest) or not steps.isdisjoint(others)
 
@@ -197,7 +197,7 @@ class Course:
         Args:
           interval: The interval.
           moments: The moments at which the engine checks whether the item is due.
-          rest: A phrase that describes the calls after the last of these moments. Empty if there are none.
+          rest: A phrase that describes the calls after the last of these moments. Empty if there are no such calls.
         """
         item, called = Item(Rank.ACTION), []
         item.interval = interval
@@ -210,7 +210,10 @@ class Course:
         return Calls(called, rest or ("by the clock" if is_by_clock else ""))
 
     def _moments(self, interval: int | Schedule, end: int) -> Moments:
-        """Yields the moments at which the engine checks whether an item is due, assuming that no time passes."""
+        """Yields the moments at which the engine checks whether an item with the given interval is due.
+
+        Assumes that the training time stays the same.
+        """
         now, updates, rows = dataclasses.replace(self.start, previous=self.start), self.updates, self.rows
         length, origin = self.plan.loop_steps or END, 0
         if self.epochs is not None and self.batches_in_pass is not None:

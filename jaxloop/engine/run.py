@@ -64,7 +64,8 @@ class Clock:
     Attributes:
       stopwatch: The argument of the same name.
       agreed: The first process's training time, as last shared with all processes. None if there is only one process.
-      moment: The training time when items were last called. Everything that was due by then has been called.
+      moment: The training time, in seconds, when the run last checked which items were due. Everything that was due by
+        then has been called.
     """
 
     def __init__(self, stopwatch: Stopwatch, *, is_shared: bool):
@@ -74,7 +75,7 @@ class Clock:
         self._offset = 0.0  # The training time of earlier processes, minus the stopwatch's reading at the resume.
 
     def begin(self, time: float) -> None:
-        """Sets the training time in seconds."""
+        """Sets the training time to `time` seconds."""
         self._offset, self.moment = 0.0, time
         self._offset = time - self.time()
 

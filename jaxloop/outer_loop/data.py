@@ -136,7 +136,7 @@ class TrainingData:
 
         A checkpoint saved between two epochs stores the start of the next epoch, whose batches may be in a different
         order. A checkpoint saved after the last epoch stores the start of one more epoch, so that a later run can
-        resume and train for more epochs. Raises an error if the epoch that ends had no batches.
+        resume and train for more epochs. Raises an error if the epoch that just ended had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.
