@@ -188,7 +188,7 @@ class Program:
         return self._evaluates or bool(self._own_hooks)
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-        """Counts a batch's examples and calls the hooks that the step calls before its `run` hook."""
+        """Passes a batch through the step's hooks that come before its `run` hook, and counts the batch's examples."""
         runner = self._runner
         if "begin" in self._own_hooks and (ready := runner.ready_batch(batch)) is not None:
             return carry, *ready

@@ -48,7 +48,7 @@ class Calls:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The steps after which the calls happen. If the last step of the run is unknown, a call at it is left out."""
+        """The steps after which the calls happen. Omits a call at the end of the run if the last step is unknown."""
         return [now.steps for now in self.moments if now.steps != END]
 
     @property

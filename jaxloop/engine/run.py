@@ -86,14 +86,14 @@ class Clock:
     def deadline(self, time: float) -> float:
         """Returns the reading of `timing.clock` at which the training time reaches `time`.
 
-        A nanosecond is subtracted, so that rounding can't make the result too late.
+        Subtracts a nanosecond, so that a rounding error can't move the deadline to a later time.
         """
         return self.stopwatch.reading_at(time - self._offset - 1e-9)
 
 
 @final
 class Run:
-    """Holds the progress of a loop, the outputs that some items haven't read yet, and the items to call.
+    """Holds the progress of a run, the outputs that some items haven't read yet, and the items to call.
 
     Args:
       job: The processes that train together.
@@ -153,7 +153,7 @@ class Run:
         self.loops, self.batches = self.loops + 1, 0
 
     def pass_ends(self, loop_steps: int | None, updates: int, *, also_here: bool) -> None:
-        """Counts the loops whose ends the latest steps passed without a pause, because no item was due there.
+        """Counts the loops that ended during the latest steps without a pause, because no item was due at their ends.
 
         For example, if the latest steps were 7 to 25 and a loop has 10 steps, the loops that end at steps 10 and 20 are
         counted.
@@ -187,7 +187,9 @@ class Run:
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: one of JSON values, and one of the train states that actions keep.
+        """Returns the run's part of a checkpoint as two dicts.
+
+        The first dict contains JSON values, and the second contains the train states that actions keep.
 
         Args:
           in_moment: Whether there may be items that are due at this step but haven't been called yet.
@@ -232,7 +234,7 @@ class Steps:
         self._requests = run.agenda.job.requests.outermost
 
     def __call__(self, num_batches: int | None) -> None:
-        """Runs at most `num_batches` steps, or an unlimited number if it is None.
+        """Runs at most `num_batches` steps. If `num_batches` is None, the number of steps is not limited.
 
         Stops early at the end of a loop, when the data ends, or after a signal.
         """
@@ -290,7 +292,7 @@ class Steps:
         return None if call.outcome.is_interrupted or run.agenda.wants_stop else self._next_goal()
 
     def has_more(self, now: Elapsed, *, ends_loop: bool = False) -> bool:
-        """Returns True if there is another batch, which is read ahead.
+        """Returns True if there is another batch. If the buffer is empty, reads a batch ahead.
 
         Also returns True, without reading a batch, if the next loop's `begin` hook will return a new iterator.
 
@@ -387,7 +389,10 @@ class Steps:
         return number
 
     def check_count(self) -> None:
-        """Raises an error if `state.step` doesn't match the run's step count. Called until the check passes once."""
+        """Raises an error if `state.step` doesn't match the run's step count.
+
+        Does nothing once the check has passed.
+        """
         step, run, updates = self._loop.step, self._run, self._call.updates
         count = getattr(self._call.state, "step", None)
         if not (self._options.checks_count and updates and run.batches) or count is None:
