@@ -44,7 +44,8 @@ class Moment(NamedTuple):
       state: The train state. The next step donates it.
       now: The run's progress.
       outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives the outputs of all
-        steps since its last call, together with statistics. None if the item is a begin action of a loop.
+        steps since its last call. It also receives statistics, unless it adds a row to the history. None if the item is
+        a begin action of a loop.
       spent: The time spent since the item's last call.
     """
 
@@ -72,7 +73,7 @@ class Ended(NamedTuple):
 
 
 class Item:
-    """The base class of the items that a run calls when they are due, such as actions, evaluations and checkpoints.
+    """The base class of the items that a run calls when they are due, such as actions, evaluations and commands.
 
     Hooks:
       name: The name under which a checkpoint stores the item's state.
@@ -391,7 +392,7 @@ class Agenda:
 
     @property
     def cursors(self) -> list[int]:
-        """The cursors of all items that read all outputs."""
+        """The cursors of the items that read all outputs."""
         return [item.cursor for item in self.items if item.reads == "all"]
 
     # Saving ------------------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ class Feed(Iterator[types.Batch]):
       dataset: The iterator.
       joint: The argument of the same name.
       ahead: The batches that have been read but not used yet.
-      examples: In a multi-process job, a list with the size of each batch, summed over all processes. It covers the
-        batches taken from the feed since the last call to `count`, and those in `ahead`.
+      examples: In a multi-process job, a list with the number of examples in each batch, summed over all processes. The
+        list covers the batches taken from the feed since the last call to `count`, and those in `ahead`.
       has_ended: True if the dataset has ended and all of its batches have been used.
     """
 

@@ -363,7 +363,7 @@ class Outputs:
         self.loop_start = place
 
     def newest_scalars(self) -> dict[str, Any]:
-        """Returns the scalars of the latest step that has been computed. Never waits for the devices."""
+        """Returns the scalars of the latest step whose scalars have been computed. Never waits for the devices."""
         newest = next((each for each in reversed(self._segments) if each.outputs.num_examples), self._segments[-1])
         return self.pending.newest_scalars() or metrics.newest_scalars(newest.outputs)
 

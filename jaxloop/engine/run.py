@@ -29,7 +29,8 @@ class Plan:
       total: The total number of updates, or None if it isn't limited.
       loop_steps: The number of updates per loop, or None if it isn't limited. Loops end at multiples of this number.
       stop: A schedule that ends the run, or None.
-      items: Items other than the actions of the loop and its step, such as history rows, evaluations and commands.
+      items: Items other than the actions of the loop and its step, such as evaluations, commands and the recorder of
+        history rows.
       context: Additional keyword arguments for actions.
       source: The functions that mark positions in the data, begin the next epoch and observe the batches.
       at: In an evaluation, the progress of the training run; otherwise None.
@@ -104,9 +105,9 @@ class Run:
       outputs: The outputs of the steps.
       agenda: The agenda, which contains the items and calls them.
       now: The run's progress after the latest step. `now.previous` is the progress one batch earlier, but
-        `now.previous.time` is the training time at which items were last called.
+        `now.previous.time` is the training time when the run last checked which items were due.
       loops: The number of loops that the `Loop` object has completed.
-      batches: The number of batches in the current loop, including those before a resume.
+      batches: The number of batches used in the current loop so far, including those used before a resume.
       began_at: The run's progress when the engine last checked whether begin actions were due.
     """
 
