@@ -141,7 +141,7 @@ class Item:
         """Returns the outputs that the item would receive if it were called now.
 
         An item that reads all outputs receives the outputs of all steps since its last call. If the item's interval is
-        an int, it receives exactly the outputs that the loops' `end` hooks returned.
+        an int, the item receives exactly the outputs that the loops' `end` hooks returned.
 
         Args:
           outputs: The outputs of the run.
@@ -164,7 +164,7 @@ class Item:
         return found
 
     def keep_unread(self, outputs: Outputs, ended: Ended) -> None:
-        """Stores the outputs that a loop's `end` hook returned, for the item's next call.
+        """Keeps the outputs returned by a loop's `end` hook until the item's next call.
 
         Does nothing if the item doesn't read all outputs, or if it has just been called.
         """
@@ -264,8 +264,8 @@ class Agenda:
       statistics: The object that computes statistics, or None.
       ended: The loop that ended last, or None once the next loop has begun.
       stopped_by: The item that asked the run to stop, or a description of the request. None if there was no request.
-      owes_trim: True if outputs weren't trimmed because the run was interrupted at a step that may or may not end a
-        loop. They are trimmed after the next steps, or as soon as it is known that the loop ended at that step.
+      owes_trim: True if `trim` was postponed because the run was interrupted at a step at which a loop may have ended.
+        The outputs are trimmed after the next steps, or as soon as it is known that the loop ended at that step.
     """
 
     def __init__(self, outputs: Outputs, stopwatch: Stopwatch, job: Job):

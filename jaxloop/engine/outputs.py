@@ -427,9 +427,9 @@ class Outputs:
 
 
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
-    """Splits groups of outputs (see `Chunk`) into a list with one dict per step, or None for a step without outputs.
+    """Splits groups of outputs (see `Chunk`) into a list with one element per step.
 
-    The outputs must already be on the host.
+    The element is a dict, or None if the step returned no outputs. The outputs must already be on the host.
     """
     rows: list[types.Output] = []
     for columns, number in groups:
