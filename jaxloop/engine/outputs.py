@@ -468,7 +468,7 @@ def _groups(rows: Sequence[Any]) -> list[tuple[dict[str, Any] | None, int]]:
 
 
 def unstacked(column: Any, number: int) -> list[Any]:
-    """Returns a column as a list with one value per step."""
+    """Converts a column (see `Chunk`) to a list with one value per step."""
     if isinstance(column, list):
         return column
     if isinstance(column, np.ndarray):
