@@ -129,8 +129,7 @@ class Feed(Iterator[types.Batch]):
     def has_more(self) -> bool:
         """Returns True if there is another batch. If the buffer is empty, reads a batch ahead.
 
-        Also returns True if reading the batch raises an exception. That exception is raised when the batch is
-        taken.
+        Also returns True if reading the batch raises an exception. That exception is raised when the batch is taken.
         """
         self._read_ahead(1)
         self.has_ended = not self.ahead and isinstance(self._error, StopIteration)
