@@ -33,8 +33,8 @@ class Elapsed:
     Attributes:
       steps: The number of completed updates. Callbacks that run after the first update receive 1.
       samples: The number of examples in all batches so far.
-      time: The training time in seconds. It includes the time before a resume, but excludes evaluations and
-        checkpoints.
+      time: The training time in seconds, excluding evaluations and checkpoints. In a resumed run, it includes the
+        training time before the run was interrupted.
       loops: The number of completed train loops.
       is_last: True if the current step is known to be the last one of the run.
       previous: The progress one batch earlier, or None if it wasn't kept.
@@ -97,7 +97,7 @@ class Elapsed:
 
 
 def _as_leaf(count: Any) -> Any:
-    """Converts a count to a type that JAX accepts. Counts that exceed int32 become float64 scalars."""
+    """Converts a count to a type that JAX accepts. Counts that are too large for int32 become float64 scalars."""
     return np.float64(count) if type(count) is int and count > _MOST_IN_32_BITS else count
 
 
@@ -117,7 +117,7 @@ jax.tree_util.register_pytree_with_keys(
 
 @final
 class Goal(NamedTuple):
-    """The next points in a run at which something may be due. By default, nothing is ever due.
+    """The next points in a run at which something may be due. `Goal()` means that nothing is ever due.
 
     Attributes:
       step: The next step after which something may be due, even in the middle of a loop.
@@ -140,7 +140,8 @@ class Schedule(abc.ABC):
     Hooks:
       fires: Called after each step at which the schedule may fire; see `Schedule.fires`. Must be pure.
       as_stop: Called at the start of a run whose `stop` is this schedule.
-      stops: Called at the start of a run whose `stop` is this schedule, and then after the same steps as `fires`.
+      stops: Called at the start of a run whose `stop` is this schedule, and then after each step at which the schedule
+        may fire.
 
     >>> every(steps=100) | last()
     every(steps=100) | last()
@@ -153,18 +154,18 @@ class Schedule(abc.ABC):
         """Returns True if the schedule fires between `before` (exclusive) and `now` (inclusive).
 
         A loop calls this method after each step, with the progress after the previous step as `before`. There are two
-        exceptions. The loop doesn't call a built-in schedule, or a custom schedule that is combined with it by `&`,
-        after steps at which the built-in schedule can't fire. And a run that begins at step 0 makes one more call,
-        before the first update, with both arguments equal to `Elapsed()`.
+        exceptions. First, the loop skips the call after steps at which a built-in schedule can't fire. If a custom
+        schedule is combined with a built-in one by `&`, its calls are skipped after these steps, too. Second, if a run
+        begins at step 0, the method is also called before the first update, with both arguments equal to `Elapsed()`.
 
-        If `before` is several steps before `now`, `a & b` fires if both `a` and `b` have fired between the two, even at
-        different steps. Similarly, `~a` fires if `a` hasn't fired between the two.
+        If `before` is several steps before `now`, `a & b` fires if `a` and `b` have both fired in this interval, even
+        at different steps. Similarly, `~a` fires if `a` hasn't fired in this interval.
         """
 
     def _goal(self, now: Elapsed) -> Goal:
         """Returns the next points at which the schedule can fire: by default, the next step and the next loop.
 
-        `last()` returns `Goal()`, which means never, because the end of a run is checked in any case.
+        For `last()`, this is `Goal()` (never), because all schedules are checked at the end of a run anyway.
         """
         return Goal(step=now.steps + 1, loop=now.loops + 1)
 
@@ -173,10 +174,10 @@ class Schedule(abc.ABC):
         return self.fires(before, now)
 
     def as_stop(self) -> "Schedule":
-        """Returns the schedule that a run uses instead of this one if this schedule is passed as `stop`.
+        """Returns the schedule that determines when a run stops if `self` is passed to the run as `stop`.
 
-        For `at(...)`, this is `after(...)`, so that a run that is already past the given point also stops. By default,
-        it is the schedule itself.
+        By default, returns `self`. `at(...)` returns `after(...)` with the same argument, so that a run that is already
+        past the given point also stops.
         """
         return self
 
@@ -280,7 +281,7 @@ def after(
 
 
 def first() -> Schedule:
-    """Returns `at(1)`, a schedule that fires at the first step of a run, but not when the run resumes."""
+    """Returns `at(1)`, a schedule that fires at the first step of a run, but not at the first step after a resume."""
     return at(1)
 
 
@@ -359,7 +360,7 @@ def planned_steps(stop: Any, start: Elapsed) -> int | None:
 def _only_one(name: str, steps: Any, samples: Any, time: Any, loops: Any, *, least: int) -> tuple[Unit, float]:
     """Returns the unit and the value of the only argument that was given.
 
-    Raises an error unless exactly one was given, with a valid value. Zero is valid only if `least` is 0.
+    Raises an error unless exactly one argument was given and its value is valid. Zero is valid only if `least` is 0.
     """
     options = {"steps": steps, "samples": samples, "time": time, "loops": loops}
     given: dict[Any, Any] = {unit: value for unit, value in options.items() if value is not None}
@@ -419,7 +420,7 @@ class _Every(_Counted):
 
 
 class _Point(_Counted):
-    """A schedule defined by a point in the run."""
+    """The base class of `at` and `after` schedules, which are defined by a single point in the run."""
 
     def _reached(self, now: Elapsed) -> bool:
         return getattr(now, self.unit) >= self.value

@@ -72,7 +72,7 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns the functions to call with each batch. The list is empty if no batch is needed to count the FLOPs.
+        """Returns a list of functions to call with each batch. It is empty unless a batch is needed to count the FLOPs.
 
         Raises:
           ValueError: If `STAT_MFU` can't be computed, because the loop has no `peak_flops_per_sec`.
@@ -94,7 +94,8 @@ class Statistics:
 
         Args:
           state: The state at the end of the interval.
-          spent: The time spent in the interval. If None, the interval starts at the most recent `begin_loop` call.
+          spent: The time, steps and examples of the interval. If None, the interval extends from the most recent
+            `begin_loop` call until now.
         """
         begin_time, before, updates = self._begin
         spent = self._stopwatch.spent() - before if spent is None else spent
@@ -143,9 +144,9 @@ class StatLoop(Loop):
     Args:
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
-        If empty, nothing is added. `ALL_STATS` also includes the number of parameters, the elapsed times, the FLOPs of
-        a step, and the times at which the loop was created and the call began. Counting the FLOPs requires tracing the
-        step once more.
+        If empty, nothing is added. `ALL_STATS` also includes the number of parameters, the FLOPs of a step, the times
+        at which the loop was constructed and called, and the seconds since then. Counting the FLOPs requires tracing
+        the step once more.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.

@@ -22,12 +22,12 @@ from jaxloop.step import cost, forward, nonfinite
 
 @final
 class Compiled:
-    """Compiles a step's `run` when it is first called, and again for each new batch shape.
+    """Compiles a step's `run` at the first call to `call`, and again for each new batch shape.
 
     Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
     a carry back to a state. In training, the carry is normally the result of `take_apart`. In evaluation, the carry is
-    the state itself. The same is true in training if there are `jit_kwargs` or the partitioner overrides `partition`,
-    because both may depend on the state's tree structure.
+    the state itself. In training, the carry is also the state itself if there are `jit_kwargs` or if the partitioner
+    overrides `partition`, because the `jit_kwargs` or the override may depend on the state's tree structure.
 
     If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
     which may come from a short last batch, or for any new batch shape in evaluation. In training, an error is raised if
