@@ -110,9 +110,9 @@ class Compiled:
                 self._end_compiling(None)
 
     def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
-        """Returns a compiled version of `run` for one structure of the state and the batch.
+        """Returns a jitted version of `run` for a state and a batch that have particular pytree structures.
 
-        `structure` is the key that `take_apart` returns, or None if the state isn't taken apart.
+        `structure` is the key for the state's structure from `take_apart`, or None if the state isn't taken apart.
         """
         partitioner = self._programs.step.partitioner
 
@@ -171,7 +171,7 @@ class Compiled:
         )
 
     def _begin_compiling(self) -> None:
-        """Logs that compilation is starting, and counts the time until the dispatch returns as compile time."""
+        """Logs that compilation is starting. The time until the dispatch returns is counted as compile time."""
         stopwatch = self._programs.stopwatch
         if stopwatch is None:
             return
@@ -234,8 +234,8 @@ class Programs:
 
     Attributes:
       step, batch_watch: The arguments of the same names.
-      jit_kwargs: Arguments for `jax.jit` that override the partitioner's.
-      policy: The `nan_policy` of the loop that is running the step.
+      jit_kwargs: Arguments for `jax.jit`, which take precedence over those from the partitioner.
+      policy: The `nan_policy` of the loop that is running the step, or "ignore" if no loop is running.
       stopwatch: The stopwatch of the loop that is running the step, or None.
       cost: The `Cost` of the program that was last compiled ahead of time, or None if there is no such program.
     """
@@ -324,7 +324,7 @@ class Programs:
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Returns a description of each leaf, keyed by path: its dtype, its shape, and whether it is weakly typed."""
+    """Returns a dict that maps the path of each leaf to the leaf's dtype and shape, and notes if it is weakly typed."""
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)
@@ -332,7 +332,7 @@ def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
 
 
 def _fused(run: Callable[[Any, Any], Any], *, evaluates: bool) -> Callable[[Any, Any], Any]:
-    """Returns a function that scans `run` over the result of `stacked`."""
+    """Returns a function that scans `run` over batches that were combined by `stacked`."""
 
     def fused(state: Any, batches: Any) -> Any:
         body = lambda carry, batch: (carry, run(state, batch)) if evaluates else run(carry, batch)

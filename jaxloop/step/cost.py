@@ -15,10 +15,10 @@ from jaxloop.partition.layout import readable
 @final
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The computation and memory of one dispatch of a compiled step.
+    """The FLOPs and the memory that one dispatch of a compiled step requires.
 
-    The sizes are in bytes per device, and are taken from the program compiled by XLA. `str(...)` formats the FLOPs and
-    the memory as a sentence.
+    The memory sizes are in bytes per device, and come from the program that XLA compiled. `str(...)` formats the FLOPs
+    and the memory as a sentence.
 
     Attributes:
       flops: The total number of floating-point operations on all devices; see `flops_of`.
@@ -56,7 +56,7 @@ class DeviceMemoryError(MemoryError):
     """Raised if a program needs more memory than its devices have.
 
     Attributes:
-      needed_bytes: The memory needed by the program and its arguments, in bytes per device.
+      needed_bytes: The memory that the program needs according to the compiler, in bytes per device.
       available_bytes: The available memory, in bytes per device.
     """
 
@@ -111,7 +111,7 @@ _ARITHMETIC = frozenset(
 
 
 def flops_of(program: Any) -> float:
-    """Returns the total number of floating-point operations of a traced program (a `ClosedJaxpr`) on all devices.
+    """Returns the number of floating-point operations in a traced program (a `ClosedJaxpr`), summed over all devices.
 
     A multiply-add in a matrix product or convolution counts as two operations; any other floating-point operation
     counts as one per element. A scan's body counts once per iteration. (XLA's own estimate counts the body only

@@ -126,7 +126,7 @@ def _init_adapted(model, base_prng, spec, arrays, init_kwargs) -> tuple[Any, Any
 def _copy(leaf: Any) -> jax.Array:
     """Copies an array, so that the first step can donate the copy.
 
-    The copy isn't weakly typed. Otherwise, the step would be compiled a second time.
+    The copy is never weakly typed, because a weak type would cause the step to be compiled a second time.
     """
     leaf = jnp.asarray(leaf)
     return jnp.copy(leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.astype(leaf.dtype))
@@ -140,7 +140,7 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
 
     The mode (training or inference) is set in the way that each kind of model expects. NNX models are switched with
     their `train` and `eval` methods. If a model takes an argument named `train`, `training`, `is_training` or
-    `deterministic`, this argument is set according to the mode. Linen collections are mutable during training.
+    `deterministic`, this argument is set according to the mode. Linen collections are mutable in training mode.
 
     Args:
       state: The `TrainState`. Its `apply_fn` determines the kind of model. A plain function is called like the `apply`
@@ -148,15 +148,16 @@ def forward(state: Any, params: Any, inputs: Any, *, train: bool, rngs: types.PR
       params: The parameters to use instead of `state.params`, for example inside a function to be differentiated.
       inputs: The model's input, or a list or dict of inputs for a Linen or NNX model that takes several.
       train: Whether to call the model in training mode.
-      rngs: A single PRNG key, or a dict of PRNG keys by name. A Linen model uses a single key unchanged for dropout,
-        and derives the keys of all other random streams from it. If `rngs` is a dict, a model that takes a single key
-        receives the one named "dropout" or, if there is none, the one whose name sorts first. An NNX model receives
-        keys only if its `__call__` takes `rngs`; otherwise, it uses the keys in its own variables.
+      rngs: A single PRNG key, or a dict that maps names to PRNG keys. If you pass a single key, a Linen model uses it
+        for dropout without modification, and derives the keys of all other random streams from it. If you pass a dict,
+        a model that takes a single key receives the key named "dropout" or, if no key has this name, the key whose name
+        sorts first. An NNX model receives keys only if its `__call__` takes `rngs`; otherwise, it uses the keys in its
+        own variables.
 
     Returns:
-      `(outputs, updates)`. `updates` contains the variables that the forward pass changed; pass it to
-      `state.update_variables`. In evaluation, it contains only the losses that the model sowed; see `sown_losses`. If
-      there are no such values, `updates` is None.
+      `(outputs, updates)`. In training mode, `updates` contains the variables that the forward pass changed; pass it to
+      `state.update_variables`. In inference mode, it contains only the losses that the model sowed; see `sown_losses`.
+      `updates` is None if it would be empty.
 
     >>> import optax
     >>> model = nn.Dense(2)
@@ -320,9 +321,9 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
 
 
 def _key(rngs: types.PRNGType | None, name: str) -> Any:
-    """Returns the key with the given name from a dict or, if there is none, the key whose name sorts first.
+    """Returns the PRNG key with the given name from the dict `rngs`.
 
-    If `rngs` is a single key, returns it unchanged.
+    If no key has this name, returns the key whose name sorts first. If `rngs` is a single key, returns it unchanged.
     """
     if isinstance(rngs, Mapping):
         return rngs[name if name in rngs else min(rngs)]
