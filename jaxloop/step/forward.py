@@ -511,10 +511,10 @@ def example_inputs(spec: types.BatchSpec) -> Any:
 
 
 def example_batch(batch: types.BatchSpec) -> types.Batch:
-    """Returns a host batch: the given batch or spec, with its shapes replaced by arrays of zeros.
+    """Returns a host batch in which each shape in the given batch or spec is replaced by an array of zeros.
 
-    Each array of zeros is a view of a single number, so it takes up almost no memory. A batch without arrays is treated
-    as a spec. If a batch contains any arrays, its lists of numbers are not treated as shapes.
+    Each array of zeros is a view of a single number, so it takes up almost no memory. A list of numbers is treated as a
+    shape only if the argument contains no arrays.
 
     >>> example_batch({"x": ([2**40, 3], np.uint8)})["x"].shape
     (1099511627776, 3)
@@ -530,7 +530,7 @@ def example_batch(batch: types.BatchSpec) -> types.Batch:
 
 
 def shape_of_array(leaf: Any) -> Any:
-    """Converts a NumPy array to a `jax.ShapeDtypeStruct` with the array's dtype inside `jit`.
+    """Converts a NumPy array to a `jax.ShapeDtypeStruct` with the dtype that `jit` would convert the array to.
 
     Returns other leaves unchanged.
     """
@@ -540,7 +540,7 @@ def shape_of_array(leaf: Any) -> Any:
 
 
 def _shape_in_spec(leaf: Any) -> jax.ShapeDtypeStruct | None:
-    """Returns the shape and dtype described by a leaf of a spec, or None if the leaf is anything else."""
+    """Returns the shape and dtype that a leaf of a spec describes, or None if the leaf doesn't describe an array."""
     if _is_shape(leaf):
         return jax.ShapeDtypeStruct(tuple(leaf), jnp.float32)
     if _is_shape_and_dtype(leaf):

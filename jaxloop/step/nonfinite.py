@@ -54,9 +54,9 @@ class NonFiniteError(FloatingPointError):
 class Detector:
     """Wraps a step's `run` so that its compiled program also returns flags for non-finite values.
 
-    There is one flag for each floating-point leaf of the new `params` and `batch_stats`, and of the outputs whose names
-    contain "loss". (If the state has no `params`, the flags cover the whole state.) Other outputs aren't checked,
-    because they may legitimately be NaN for some batches.
+    There is one flag per floating-point leaf. The flags cover the new `params`, the new `batch_stats`, and the outputs
+    whose names contain "loss". (If the state has no `params`, they cover the whole new state and these outputs.) Other
+    outputs aren't checked, because they may legitimately be NaN for some batches.
 
     Args:
       run: A function `(state, batch) -> (state, outputs)`.
@@ -156,8 +156,8 @@ class Guard:
 
         Args:
           columns: A dict that maps the name of each output to its values, one row per step.
-          first: The position of the first step in the outputs.
-          examples: The number of examples in each step.
+          first: The position that the first of these steps has in the outputs.
+          examples: The number of examples in each of these steps.
         """
         flags, weights = columns.pop(FLAGS, None), list(examples)
         if flags is None:
