@@ -233,13 +233,16 @@ def _call_due(actions: Sequence[Action], state: Any, outputs: types.Output, numb
 
 
 def _copy_donated(outputs: types.Output, state: Any) -> types.Output:
-    """Copies outputs that are also leaves of the state, because the next step may donate the leaves before a read."""
+    """Copies outputs that are also leaves of the state, so that donating the state doesn't make them unreadable."""
     donated = {id(leaf) for leaf in jax.tree.leaves(state)}
     return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in donated else leaf, outputs)
 
 
 def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, types.Batch]:
-    """Passes a batch through the hooks that precede `run`. Returns the state and the batch; either may be abstract."""
+    """Passes a state and a batch through the hooks that precede `run`, and returns the results.
+
+    Both the arguments and the results may be abstract.
+    """
     runner = step._runner
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
     state = jax.tree.map(_shape_in_run, state) if is_abstract else runner.states.prepare(state)
@@ -252,7 +255,7 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 def _shape_in_run(leaf: Any) -> Any:
     """Removes the sharding of an abstract leaf if the leaf is placed on a single device that is available.
 
-    A later run can then reuse the program that is compiled for the leaf.
+    A program that is compiled for the result can be reused in a later run.
     """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()
@@ -326,7 +329,8 @@ class States:
 
         Args:
           state: The state.
-          carry: The same state as a carry of `Compiled`, whose leaves can be collected faster, or None.
+          carry: A carry of `Compiled` that contains the same state. If given, the method is faster, because it doesn't
+            have to flatten the state.
         """
         # Compares by identity: `state.replace(...)` makes a new object, which may contain a donated leaf.
         leaf = checks.donated_leaf(state if carry is None else carry) if hasattr(state, "step") else None

@@ -42,7 +42,7 @@ class Step:
       run: Runs third, on the devices. It must be pure, and is compiled for each batch shape. In training, the state is
         donated to it.
       end: Runs last, on the host, and returns `(state, outputs)`. Reading an output value synchronizes with the device.
-      num_examples: Counts the examples in a batch from the dataset. Called before the other hooks.
+      num_examples: Counts the examples in a batch from the dataset. Called before `preprocess_batch`.
       shard_batch: Places a batch on the devices, between `begin` and `run`.
       make_state: Creates the initial state. `initialize_model` compiles this hook, so it must be pure.
       params_to_evaluate: Returns the parameters to use in evaluation, prediction and export.
@@ -69,7 +69,7 @@ class Step:
     >>> step = Regression(jax.random.key(0), nn.Dense(1), optax.sgd(0.1), train=True)
     >>> state, outputs = step(step.initialize_model([1, 3]), batch)
 
-    `call_model` calls either kind of model, in training mode if the step trains. It returns the model's outputs and the
+    `call_model` calls any kind of model, in training mode if the step trains. It returns the model's outputs and the
     variables that the call changed, such as batch statistics. `update_variables` stores these variables in the state.
 
     The state may be any pytree with an int32 `step`. To add fields to it, such as the state of a second optimizer for a
@@ -78,10 +78,11 @@ class Step:
     Args:
       base_prng: A PRNG key or a dict of PRNG keys, old-style or typed, from which all other keys are derived.
         `initialize_model` uses it unchanged, and `prng_key(step)` folds in the step.
-      model: A Linen module, an NNX module or class, or any other kind of model that `LossStep` lists. The variables of
-        an NNX module are copied into each initial state; the module itself never changes. If an NNX class is passed,
-        the step constructs the module with `nnx_model_args`, `nnx_model_kwargs` and `rngs=nnx.Rngs(base_prng)`
-        (`nnx.Rngs(**base_prng)` for a dict). Pass None if your override of `make_state` doesn't need a model.
+      model: A Linen module, an NNX module or class, or a model of another kind; `LossStep` lists all kinds. The
+        variables of an NNX module are copied into each initial state; the module itself never changes. If an NNX class
+        is passed, the step constructs the module with `nnx_model_args`, `nnx_model_kwargs` and
+        `rngs=nnx.Rngs(base_prng)` (`nnx.Rngs(**base_prng)` for a dict). Pass None if your override of `make_state`
+        doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`. None means no optimizer.
       partitioner: The `Partitioner`, which determines where the state and the batches are placed.
       train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
@@ -180,8 +181,9 @@ class Step:
     def num_examples(self, batch: types.Batch) -> int:
         """Returns the number of examples in a batch from the dataset. Means are weighted by this number.
 
-        By default, this is the length of the leading axis. Override the method if batches are padded, or if the leaves'
-        leading axes differ. An override may return any non-negative whole number: an int, a float or a scalar array.
+        By default, this is the length of the leading axis, or 1 if the leaves don't all have a leading axis of the same
+        length. Override the method in the latter case, or if batches are padded. An override may return any
+        non-negative whole number: an int, a float or a scalar array.
         """
         count = checks.num_examples(batch)
         return 1 if count is None else count
@@ -189,9 +191,9 @@ class Step:
     def make_state(self, spec: types.BatchSpec = None, **init_kwargs: Any) -> Any:
         """Creates the initial state, at step 0. This method must be pure, because `initialize_model` compiles it.
 
-        Override it to add fields to the state. Create optimizers only once, in `__init__`: they are static fields of
-        the state, and separately created Optax transformations never compare equal, so the states would differ in
-        structure.
+        Override it to add fields to the state. Create optimizers in `__init__`, not in `make_state`. They are static
+        fields of the state, and two Optax transformations never compare equal, even if they were created with the same
+        arguments. If each call to `make_state` created an optimizer, the resulting states would differ in structure.
 
         >>> class Averaged(types.TrainState):
         ...     average: Any = None
@@ -220,7 +222,7 @@ class Step:
             pair, or a dict, list or named tuple of these. The model is initialized with arrays of ones, but arrays and
             keys in the spec are passed to the model unchanged. For a model with several inputs, pass their specs either
             by position, as a list (`[[1, 64], key]`), or by name, as a dict (`{"x": [1, 64], "key": key}`). The spec is
-            ignored if the model already contains its parameters, as an NNX module or a pytree of parameters does.
+            ignored for NNX models and for pytrees of parameters, which are initialized without inputs.
             `LossStep.input_spec` returns the spec for a batch.
           log_num_params: Whether to log the number of parameters.
           **init_kwargs: Arguments for the function that creates the parameters, such as `model.init` (Linen) or the
@@ -257,9 +259,9 @@ class Step:
 
         Args:
           state: A state with the same structure, shapes and dtypes as the saved one. If only the optimizer state
-            doesn't match, a warning is logged, and `opt_state` keeps the values passed in. However, a moving average of
-            the parameters is restored if both states contain one. If `state` has no optimizer, the saved `opt_state` is
-            ignored.
+            doesn't match, a warning is logged, and the result has the `opt_state` of `state`. However, a moving average
+            of the parameters is restored if `state` and the saved state both contain one. If `state` has no optimizer,
+            the saved `opt_state` is ignored.
           checkpoint_dir: The directory that contains one subdirectory per step.
           step: The step of the checkpoint to restore. If None, the newest undamaged checkpoint is restored, and a
             warning is logged for each damaged checkpoint that is skipped.
@@ -336,7 +338,7 @@ class Step:
     def params_to_evaluate(self, state: Any) -> Any:
         """Returns the parameters to use in evaluation, prediction and export, which may differ from those in training.
 
-        The default is `state.params` or, with `optax.contrib.schedule_free`, the averages that the optimizer keeps.
+        By default, these are `state.params` or, with `optax.contrib.schedule_free`, the averaged parameters.
         `LossStep`, `fit` and `jaxloop.export` call this hook. If you write your own `run`, use the hook's result
         in evaluation: `params = state.params if self.train else self.params_to_evaluate(state)`.
         """
@@ -406,15 +408,15 @@ class Step:
         True
 
         Args:
-          state: A state (which remains usable) or the result of `abstract_state`. If None, the arguments of `jax.jit`
-            are set, but nothing is compiled.
+          state: A state (which remains usable) or the result of `abstract_state`. If None, `jit_kwargs` are stored for
+            later compilations, but nothing is compiled now.
           batch: A batch from the dataset, or its shapes, given as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). If shapes are given, the hooks that precede `run` receive arrays of zeros that don't
             take up memory.
           evaluates: Whether to compile `run` for evaluation, which doesn't update the state.
           steps_per_dispatch: The number of steps in one dispatch.
-          **jit_kwargs: Arguments for `jax.jit` that override the partitioner's. Passing any of them discards everything
-            compiled so far.
+          **jit_kwargs: Arguments for `jax.jit`, which take precedence over those from the partitioner. Passing any of
+            them discards everything compiled so far.
 
         Raises:
           TypeError: If `jax.jit` doesn't accept one of the arguments.
@@ -432,7 +434,7 @@ class Step:
             self._num_flops = cost.flops
 
     def prng_key(self, step: Any) -> Any:
-        """Derives a step's PRNG key from `base_prng` and `step`. If `base_prng` is a dict, returns a dict of keys.
+        """Derives a PRNG key from `base_prng` and a step number. If `base_prng` is a dict, returns a dict of keys.
 
         >>> from flax import linen as nn
         >>> key = Step(jax.random.key(0), nn.Dense(1)).prng_key(7)
