@@ -26,12 +26,13 @@ from jaxloop.history import History
 
 
 def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *, timeout: float = 600) -> None:
-    """Kills runs at the given steps, resumes them, and checks that they are bit-identical to an uninterrupted run.
+    """Kills runs at the given steps, resumes them, and checks that the results match those of an uninterrupted run.
 
-    Each run has its own process, which starts up and compiles just like your program. The first process runs without
-    interruption. For each of the given steps, a second process is killed with SIGKILL once that step has been
-    dispatched and pending saves have been completed. A third process then resumes the killed run. The function compares
-    all rows of the history (except for times) and all leaves of the final state. For example::
+    Everything runs in separate processes, each of which starts up and compiles just like your program. One process runs
+    the experiment without interruption. For each of the given steps, a second process is killed with SIGKILL once that
+    step has been dispatched and pending saves have been completed. A third process then resumes the killed run. All
+    rows of the history (except for times) and all leaves of the final state must be bit-identical to those of the
+    uninterrupted run. For example::
 
         def make_run(workdir):
             ...  # Builds everything from scratch, as a restarted program does.
@@ -48,8 +49,8 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
       timeout: The time limit for each process, in seconds.
 
     Raises:
-      AssertionError: If a resumed run differs from the uninterrupted one (the message describes the first difference),
-        or if a run started from scratch instead of resuming, in which case nothing was tested.
+      AssertionError: If a resumed run differs from the uninterrupted one (the message describes how), or if a run
+        started from scratch instead of resuming, in which case nothing was tested.
       RuntimeError: If a process failed, exceeded `timeout`, or ended before it could be killed.
     """
     steps = sorted({int(step) for step in at_steps})
@@ -80,7 +81,10 @@ def assert_resumable(make_run: Callable[[str], Any], at_steps: Iterable[int], *,
 
 
 def compare(whole: Mapping[str, Any], resumed: Mapping[str, Any]) -> str:
-    """Describes the first difference between a resumed run and an uninterrupted one. Returns "" if there is none.
+    """Describes how a resumed run differs from an uninterrupted one. Returns "" if it doesn't differ.
+
+    The description says that the resumed run started over, shows the first row of the history that differs, or lists
+    the leaves of the final state that differ.
 
     Both arguments are records written by the processes of `assert_resumable`. A record has three entries: `begin` is
     the step at which training began, `state` contains digests of the final state, and `history` contains the rows
@@ -121,9 +125,9 @@ def _finish(process: SpawnProcess, directory: pathlib.Path, timeout: float, kill
 
 
 def _run(make_run: Callable[[str], Any], directory: pathlib.Path, kill_at: int) -> None:
-    """Runs or resumes the experiment in this process, and writes its record (see `compare`) to `directory`.
+    """Runs or resumes the experiment in this process, and writes a record of the run to `directory`; see `compare`.
 
-    If `kill_at` isn't 0, the process is killed at that step instead.
+    If `kill_at` isn't 0, the process is killed at step `kill_at`, and no record is written.
     """
     begin = _observe(kill_at)
     result = make_run(str(directory / "run"))
@@ -141,7 +145,7 @@ def _digest(tree: Any) -> dict[str, str]:
 
 
 def _observe(kill_at: int) -> list[int]:
-    """Makes jaxloop kill this process once step `kill_at` has been dispatched, or never if `kill_at` is 0.
+    """Makes jaxloop kill this process once step `kill_at` has been dispatched, unless `kill_at` is 0.
 
     Returns a list that will contain the step at which training begins. The list is empty until then.
     """

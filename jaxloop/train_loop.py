@@ -56,7 +56,7 @@ class TrainLoop(ActionLoop):
         can't be predicted, so they fire only after the dispatch has ended. The results are the same as with one step
         per dispatch, except that XLA may round the last bit differently. `Step.begin` receives the state before the
         dispatch and must not change it. With more than one step per dispatch, a `ValueError` is raised if the step has
-        actions or overrides `end`, or if the loop overrides `_run_one_step`.
+        actions, if it overrides `end`, `shard_batch` or `__call__`, or if the loop overrides `_run_one_step`.
       max_steps_in_flight: See `Loop`.
     """
 

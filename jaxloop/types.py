@@ -60,8 +60,8 @@ class TrainState(train_state.TrainState):
       step: The number of completed optimizer updates (an int32 scalar). `apply_gradients` increases it by one.
       apply_fn: The model's forward pass. For a Linen model, this is `module.apply`. For an NNX model, call it as
         `outputs, (_, updates) = state.apply_fn(params, state.batch_stats, state.collections, train=True)(inputs)`,
-        where `train` selects `model.train()` or `model.eval()` mode. For any other kind of model that `LossStep`
-        accepts, call it through `jaxloop.models.forward(state, state.params, inputs, train=True)`.
+        where `train=True` puts the model in training mode and `train=False` puts it in evaluation mode. For any other
+        kind of model that `LossStep` accepts, use `jaxloop.models.forward(state, state.params, inputs, train=True)`.
       params: The parameters that `tx` updates.
       tx: The Optax optimizer.
       opt_state: The optimizer's state.
@@ -92,7 +92,7 @@ class TrainState(train_state.TrainState):
           **kwargs: Values for the other fields.
 
         Raises:
-          TypeError: If a leaf of `params` is not an array.
+          TypeError: If a leaf of `params` is neither an array nor a number.
           ValueError: If `params` contains values that Flax overwrites with their gradients, such as the statistics of
             its FP8 layers.
         """
@@ -120,8 +120,8 @@ class TrainState(train_state.TrainState):
         """Returns the state after an optimizer update, with `step` increased by one.
 
         Args:
-          grads: The gradients, with the structure of `params`. For complex parameters, pass the conjugate of the result
-            of `jax.grad` (`jax.tree.map(jnp.conj, grads)`), which is the direction of steepest ascent.
+          grads: The gradients, with the same tree structure as `params`. For complex parameters, pass the conjugate of
+            the result of `jax.grad` (`jax.tree.map(jnp.conj, grads)`), which is the direction of steepest ascent.
           **kwargs: New values for other fields.
         """
         # Unlike in Flax, neither the parameters nor the gradients need to be a dict.
@@ -132,7 +132,7 @@ class TrainState(train_state.TrainState):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of a Linen model in the form that `apply_fn` expects: a dict of `params` and collections."""
+        """The variables of a Linen model as `apply_fn` expects them: a dict of `params` and all other collections."""
         if is_nnx(self.params, "State"):
             raise TypeError(
                 "TrainState.variables is for Linen models. For NNX, step.call_model(state, params, inputs)."
@@ -162,9 +162,10 @@ class TrainState(train_state.TrainState):
         """Returns the state with new values for the variables that a forward pass changed. The parameters don't change.
 
         Args:
-          updates: The new values. For Linen, this is the second result of `apply_fn(..., mutable=[...])`. For NNX, it
-            is the `nnx.State` that `apply_fn(...)(inputs)` returns (any parameters in it are ignored). If None, nothing
-            changes. Losses and intermediates that the model sowed are not stored.
+          updates: The new values. For Linen, these are the second result of `apply_fn(..., mutable=[...])`. For NNX,
+            they are the `updates` in the result of `apply_fn(...)(inputs)`, which is `(outputs, (_, updates))`; any
+            parameters in `updates` are ignored. If None, the state is returned unchanged. Losses and intermediates that
+            the model sowed are not stored.
         """
         if updates is None:
             return self
@@ -216,7 +217,7 @@ def params_to_evaluate(state: Any) -> Any:
 
 
 def _with_initial_params(opt_state: Any, params: Any) -> Any:
-    """Returns an optimizer's state, with the sequence `z` of `schedule_free` reset to the given parameters.
+    """Returns an optimizer's state in which the `z` of each `ScheduleFreeState` is reset to the given parameters.
 
     This is necessary if parameters were loaded after the optimizer's state had been created. Once the optimizer has
     made an update, its state is returned unchanged.
@@ -305,8 +306,8 @@ class Weighted:
 
     Args:
       value: A scalar, or an array whose weighted mean is computed.
-      weight: A scalar, or an array that can be broadcast to the shape of `value`. Where the weight is 0, the value may
-        be NaN, but the gradient may then be NaN, too.
+      weight: A scalar, or an array that can be broadcast to the shape of `value`. Values whose weight is 0 are ignored,
+        even if they are NaN. However, such a NaN can make the gradient NaN.
 
     Raises:
       ValueError: If `weight` can't be broadcast to the shape of `value`.
@@ -383,7 +384,7 @@ class TurnBack(BaseException):
     The `OuterLoop` returns to the newest checkpoint before those steps, moves later checkpoints to
     `<directory>/abandoned`, adds a "detour" row to the history, and continues as if the batches had never been in the
     data. In a multi-process job, all processes must raise this exception at the same step. Like `KeyboardInterrupt`,
-    `TurnBack` is not an `Exception`.
+    `TurnBack` is not a subclass of `Exception`.
 
     >>> raise TurnBack(38, 40, "The loss exploded.")
     Traceback (most recent call last):
