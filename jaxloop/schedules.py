@@ -254,7 +254,7 @@ def at(
     """Returns a schedule that fires once, at the step that reaches a given point.
 
     If the schedule is passed as `stop`, the run ends at that point. `at(0)` fires before the first update of a run that
-    begins at step 0, but not when the run resumes.
+    begins at step 0, but not after a resume.
 
     Takes exactly one argument, like `every`.
 

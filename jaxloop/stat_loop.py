@@ -145,8 +145,8 @@ class StatLoop(Loop):
       step: The step to run on each batch.
       stat_names: The names of the statistics to add. If None, `DEFAULT_STATS` are added: steps and examples per second.
         If empty, nothing is added. `ALL_STATS` also includes the number of parameters, the FLOPs of a step, the times
-        at which the loop was constructed and called, and the seconds since then. Counting the FLOPs requires tracing
-        the step once more.
+        at which the loop was constructed and called, and the seconds since each of these times. Counting the FLOPs
+        requires tracing the step once more.
       global_batch_size: The number of examples in a batch, used for `STAT_EXAMPLES_PER_SEC`. If None, the examples are
         counted.
       max_steps_in_flight: See `Loop`.

@@ -260,7 +260,7 @@ class MetricWithMetadata:
     A `MetricWithMetadata` is a pytree, so `Step.run` can return it.
 
     Attributes:
-      value: An array, of shape `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, or `[N, T, C]` for audio.
+      value: An array. Its shape is `[N, H, W, C]` for images, `[N, T, H, W, C]` for videos, and `[N, T, C]` for audio.
         Scalars and histograms may have any shape. Text is a string, which only `Step.end` can return, because jitted
         code can't return strings.
       type: The kind of value, which determines how a writer displays it.

@@ -324,7 +324,10 @@ class Programs:
 
 
 def _signature(state: Any, batch: types.Batch) -> dict[str, str]:
-    """Returns a dict that maps the path of each leaf to the leaf's dtype and shape, and notes if it is weakly typed."""
+    """Returns a dict that maps each leaf's path to a description of the leaf.
+
+    The description consists of the dtype, the shape and, for a weakly typed leaf, a note.
+    """
     leaves = {f"state/{name}": leaf for name, leaf in checks.leaves_by_path(state).items()}
     leaves |= checks.batch_leaves(batch)
     is_weak = lambda leaf: getattr(getattr(leaf, "aval", None), "weak_type", False)

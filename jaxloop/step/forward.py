@@ -297,10 +297,10 @@ def _arguments(method: Callable[..., Any], inputs: Any, given: Iterable[str] = (
     Args:
       method: The method, bound or unbound.
       inputs: The inputs.
-      given: The names of other arguments that the caller passes.
+      given: The names of the arguments that the caller passes in addition to the inputs.
 
     Raises:
-      TypeError: If the method takes several arguments, and the inputs are not a matching list or dict.
+      TypeError: If the method takes several arguments, and the inputs are not a list, tuple or dict that matches them.
     """
     ignored = {"self", "rngs", *_MODE_FLAGS, *given}
     parameters = {

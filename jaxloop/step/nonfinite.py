@@ -156,7 +156,7 @@ class Guard:
 
         Args:
           columns: A dict that maps the name of each output to its values, one row per step.
-          first: The position that the first of these steps has in the outputs.
+          first: The position of the first of these steps among all steps in the outputs.
           examples: The number of examples in each of these steps.
         """
         flags, weights = columns.pop(FLAGS, None), list(examples)
