@@ -190,7 +190,7 @@ class Compiled:
 
 
 class _SameInAllProcesses:
-    """A compiled function that checks, for each new form of batch, that all processes run the same program.
+    """A compiled function that checks, for each new batch form, that all processes run the same program.
 
     The form is the batch's structure, shapes and dtypes. If the programs differed, the processes would deadlock or
     compute different results. The check itself would deadlock if the form were new in only one process. Therefore, if

@@ -381,7 +381,7 @@ class NNXApply(Forward):
         return model(*args, **kwargs, **options), nnx.state(model)
 
     def module(self, states: Sequence[Any], *, train: bool) -> Any:
-        """Returns a module with the given variables, in training or evaluation mode."""
+        """Returns an NNX module with the given variables, in training or evaluation mode."""
         model = nnx.merge(self.graphdef, *self._new_variables(states))
         model.train() if train else model.eval()
         return model

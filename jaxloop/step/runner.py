@@ -62,7 +62,7 @@ class Runner:
         self._has_warned_of_count = False
 
     def has_own(self, name: str) -> bool:
-        """Returns True if the step or its class overrides the method of `Step` with the given name."""
+        """Returns True if the step or its class overrides the `Step` method that has the given name."""
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
