@@ -29,8 +29,8 @@ class _Given(NamedTuple):
 
     Attributes:
       batch: The batch that all members share or, with `data="own"`, the stacked batches of the members.
-      num_examples: The number of examples that each member gets.
-      stopped: A bool array that is True for the members that an early stopping action has stopped.
+      num_examples: A float32 array of shape `[members]` with the number of examples in each member's batch.
+      stopped: A bool array of shape `[members]` that is True for the members that an early stopping action has stopped.
     """
 
     batch: Any
@@ -39,7 +39,7 @@ class _Given(NamedTuple):
 
 
 class _EnsembleRunner(Runner):
-    """Passes batches through the hooks of an ensemble's step."""
+    """Passes the batches of an `Ensemble` through the hooks of the original step."""
 
     def filler(self) -> Any:
         return self.step._step._runner.filler()
@@ -49,7 +49,7 @@ class _EnsembleRunner(Runner):
         return given and (given, int(given.num_examples[0]))
 
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
-        """Passes each member's batch through the hooks of the original step.
+        """Passes the batch of each member, or the batch that all members share, through the hooks of the original step.
 
         Returns the argument `batch` of `Ensemble.run`, or None if the hooks need a state and `state` is None.
         """
@@ -71,7 +71,7 @@ class _EnsembleRunner(Runner):
         return _Given(whole, _array(numbers, np.float32), _array(tuple(stopped), bool))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
-        """Returns a list that contains the batch of each member or, if all members share the batch, only that batch."""
+        """Returns a list of the members' batches. If all members share one batch, the list contains only this batch."""
         number = len(self.step.members)
         if not self.step._should_shard_batch:
             return [batch]
@@ -90,9 +90,9 @@ class Ensemble(Step):
     """A `Step` that trains many copies of a model, called members, in one dispatch.
 
     Up to rounding, each member gets the results that the given step alone would get with that member's seed and
-    hyperparameters. The ensemble's state has the fields of the step's state. Each leaf has a leading axis of members,
-    except for `state.step`, which counts the updates. `state.frozen` is True for members that are no longer updated.
-    `state.diverged` is True for the frozen members that yielded NaN or infinity.
+    hyperparameters. The ensemble's state has the fields of the step's state and two more, `frozen` and `diverged`. Each
+    leaf has a leading axis of members, except for `state.step`, which counts the updates. `state.frozen` is True for
+    members that are no longer updated. `state.diverged` is True for the frozen members that yielded NaN or infinity.
 
     >>> import optax, jaxloop
     >>> from flax import linen as nn
@@ -127,7 +127,8 @@ class Ensemble(Step):
 
     Args:
       step: The step of a single run. Its state must be a `TrainState`. Its hooks `begin` and `preprocess_batch` are
-        called once per batch. The step can't have actions or override `end`, because these would run for each member.
+        called once per batch. The step can't have actions or override `end`, because its actions and `end` would have
+        to run for each member separately.
       seeds: The seeds to distribute over the members; see `combine`. A member's seed replaces the seed of the step's
         `base_prng`: the member uses the keys of a step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict,
         the seed is folded into each key instead. If `seeds` is None, all members use the step's keys.
@@ -144,7 +145,7 @@ class Ensemble(Step):
 
     Raises:
       TypeError: If the step isn't supported.
-      ValueError: If seeds or hyperparameters are invalid, or don't agree in length.
+      ValueError: If seeds or hyperparameters are invalid, or if `combine="zip"` and their lists differ in length.
     """
 
     _runner_class = _EnsembleRunner
@@ -178,7 +179,7 @@ class Ensemble(Step):
         self._stopping: list[MemberStopping] = []  # One action for each member, or none.
 
     def for_evaluation(self, step: Step, *, data: Literal["shared", "own"] = "shared") -> "Ensemble":
-        """Returns an ensemble that evaluates the states of the same members with the given step.
+        """Returns an ensemble that evaluates the states of this ensemble's members with the given step.
 
         Args:
           step: The eval step of a single run.
@@ -254,7 +255,7 @@ class Ensemble(Step):
         """Returns the values of a metric as an array of shape `[rows, members]`.
 
         The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. If
-        a row lacks the value of a member, the array contains NaN.
+        a row lacks the value of a member, the array contains NaN in its place.
         """
         path = find_path(name, history.paths())
         names = [f"{path}.members.{index}" for index in range(len(self.members))]
@@ -275,7 +276,7 @@ class Ensemble(Step):
         return int(np.nanargmax(values) if Monitor(name, mode).mode == "max" else np.nanargmin(values))
 
     def early_stopping(self, monitor: str, patience: int, mode: str = "auto", min_delta: float = 0.0) -> list[Action]:
-        """Returns one action per member, which freezes the member when its metric stops improving.
+        """Returns a list with one action per member. Each action freezes its member when that member's metric stops improving.
 
         Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. A frozen
         member keeps the parameters that it had when it stopped, `patience` evaluations after its best evaluation.
@@ -289,7 +290,7 @@ class Ensemble(Step):
         return list(self._stopping)
 
     def _stacked(self, state: Any) -> Any:
-        """Converts an ensemble's state to the state class of the original step. Adds a member axis to `step`."""
+        """Converts an ensemble's state to the state class of the original step. Adds a member axis to `state.step`."""
         if not hasattr(state, "frozen"):
             raise TypeError(f"{self!r} needs a state from its initialize_model, got the state of a single run.")
         fields = {name: value for name, value in vars(state).items() if name not in ("frozen", "diverged")}
@@ -297,7 +298,7 @@ class Ensemble(Step):
 
     @contextlib.contextmanager
     def _keyed(self, key: Any) -> Iterator[None]:
-        """Returns a context manager that makes the original step use a member's key, for tracing the step's methods."""
+        """Returns a context manager that makes the original step use a member's key while the step is traced."""
         step = self._step
         before = step._base_prng, step._init_fn
         step._base_prng, step._init_fn = key, functools.partial(forward.init_fn, *step._init_fn.args[:2], key)
@@ -311,10 +312,11 @@ class Ensemble(Step):
 class _MemberMeans:
     """The weighted means of a value, one per member, as a metric with `merge` and `compute`.
 
-    The means are as exact as those that are computed in float64 on the host.
+    The means are as accurate as if they were computed in float64 on the host.
 
     Attributes:
-      sums: An array of shape `[3, members]`: the weighted sums, their rounding errors, and the sums of the weights.
+      sums: An array of shape `[3, members]`. Its rows are the weighted sums, their rounding errors, and the sums of the
+        weights.
     """
 
     sums: Any
@@ -330,9 +332,10 @@ class _MemberMeans:
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
-        """Returns the mean of each member whose weight isn't 0, and the spread of these means.
+        """Returns a dict with the mean of each member whose sum of weights isn't 0, keyed by the member's index.
 
-        The spread is the minimum, the maximum and the sample standard deviation. A single mean has no spread.
+        If there are at least two such members, the dict also contains the minimum ("min"), the maximum ("max") and the
+        sample standard deviation ("std") of their means.
         """
         total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)
@@ -343,7 +346,7 @@ class _MemberMeans:
 
 @final
 class MemberStopping(EarlyStoppingAction):
-    """Stops one member of an ensemble. Ends the run when each member has stopped or is frozen."""
+    """Stops one member of an ensemble. Ends the run when every member has been stopped or is frozen."""
 
     def __init__(self, actions: Sequence[EarlyStoppingAction], index: int, *args: Any):
         super().__init__(*args)
@@ -362,16 +365,16 @@ _array = functools.lru_cache(np.array)  # The steps of a run share the arrays.
 
 @functools.cache
 def _state_class(kind: type) -> type:
-    """Returns a subclass of a state's class with the fields `frozen` and `diverged`."""
+    """Returns a subclass of a state class that adds the fields `frozen` and `diverged`."""
     fields = {"__annotations__": {"frozen": Any, "diverged": Any}, "frozen": None, "diverged": None}
     return type(f"Ensemble{kind.__name__}", (kind,), fields)
 
 
 def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any]:
-    """Returns the outputs for a value whose leading axis is the member axis.
+    """Returns the ensemble's outputs for a value that has a leading axis of members.
 
-    For a mean, these are the mean over all members and a separate mean for each member. In images and other arrays, the
-    member axis and the axis after it are merged into one axis instead.
+    A mean becomes two outputs: the mean over all members, and the means of the individual members. An image or another
+    array stays one output, in which the leading axis and the axis after it are merged into one.
     """
     if is_metric(value) or name == types.STOP_LOOP:
         raise TypeError(f"An Ensemble can't report {name!r} for each member. Return a scalar or a jaxloop.Weighted.")
@@ -421,7 +424,7 @@ def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[d
 
 
 def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
-    """Returns the `base_prng` of a member with the given seed. The argument `base_prng` is the original step's."""
+    """Returns the `base_prng` of a member, given the `base_prng` of the original step and the member's seed."""
     if isinstance(base_prng, Mapping):
         return {name: jax.random.fold_in(key, seed) for name, key in base_prng.items()}
     is_typed = jnp.issubdtype(base_prng.dtype, jax.dtypes.prng_key)
@@ -429,7 +432,7 @@ def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
 
 
 def _with_hyperparam(opt_state: Any, name: str, values: Sequence[float]) -> Any:
-    """Returns an optimizer's state in which the hyperparameter `name` has the given values, one per member."""
+    """Returns a copy of an optimizer's state in which the hyperparameter `name` has the given values, one per member."""
     find = functools.partial(optax.tree_utils.tree_get_all_with_path, opt_state)
     known = [each for _, node in find("hyperparams") for each in node]
     scheduled = [each for _, node in find("hyperparams_states") for each in node]

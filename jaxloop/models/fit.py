@@ -107,7 +107,8 @@ def fit(
       loss: A function of `(outputs, batch)`; see `LossStep`.
       optimizer: An Optax transformation.
       metrics: A dict that maps names to functions of `(outputs, batch)`; see `LossStep`.
-      inputs: The key of the model's inputs in a batch, or a function that returns them; see `LossStep`.
+      inputs: The key of the model's inputs in a batch, or a function that extracts the inputs from a batch; see
+        `LossStep`.
       trainable: The paths of the parameters to train, such as `"head/**"`; see `LossStep`.
       ema: The decay of an exponential moving average of the parameters, such as 0.999; see `LossStep`. Evaluations use
         the average, which `jaxloop.optimizers.ema_params(state)` returns.
@@ -117,8 +118,8 @@ def fit(
       eval_interval: The interval between evaluations: a number of epochs, or a schedule such as `every(steps=500)`,
         which can also fire within an epoch. If None, `fit` evaluates after every epoch. It always evaluates at the end
         of the run.
-      log_interval: The interval at which train metrics are added to the history and summaries are written. If None, the
-        defaults described above apply.
+      log_interval: The interval at which train metrics are added to the history and written as summaries: a number of
+        epochs or a schedule. If None, the defaults described above apply.
       workdir: The work directory. If None, no files are written.
       keep: The number of recent checkpoints to keep in addition to the best one, or None to keep all.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
@@ -133,7 +134,7 @@ def fit(
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,
-        and returns the report of `OuterLoop.check`, which contains the plan of the run and all problems.
+        and returns the report of `OuterLoop.check`, which contains the plan of the run and all problems found.
       topology: The TPU topology to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. The dataset must
         yield global batches, with rows for all devices.
 

@@ -64,9 +64,9 @@ class FunctionStep(NumpyStep):
 
 @final
 class Carry(list[Any]):
-    """A list whose only element is a state, in the form that a `CompiledFunction` passes from one call to the next.
+    """A list with one element: a state, converted to the form that a `CompiledFunction` uses between calls.
 
-    Each call replaces the element.
+    Each call replaces the element with the new state.
     """
 
 
@@ -87,7 +87,7 @@ class CompiledFunction:
       fn: The function.
       partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
         device is used.
-      train: Whether to update the state with the gradient of the sum of the logged losses. The state must be a
+      train: Whether to update the state with the gradient of the sum of the logged losses. If True, the state must be a
         `TrainState`.
       donate: Whether to donate the state, so that the new state reuses its memory.
 
@@ -237,7 +237,7 @@ def name_of(function: Any) -> str:
 
 
 def positional_arguments(function: Callable[..., Any]) -> tuple[list[str], int]:
-    """Returns the names of a function's required positional arguments, and its maximum number of positional arguments.
+    """Returns the names of a function's required positional arguments, and how many positional arguments it accepts.
 
     >>> positional_arguments(lambda state, batch, extra=None: None)
     (['state', 'batch'], 3)

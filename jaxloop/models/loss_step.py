@@ -117,8 +117,8 @@ class LossStep(NumpyStep):
       inputs: The key of the model's inputs in the batch, or a function that extracts the inputs from a batch. By
         default, the inputs are the first element if the batch is a tuple or list; the value under "inputs", "input",
         "x", "image", "images", "features" or "pixels" if it is a dict; or the batch itself if it is an array. A
-        Linen or NNX model with several inputs takes them from a tuple, or from a dict keyed by argument name. A pytree
-        of parameters has no inputs.
+        Linen or NNX model with several inputs takes them from a tuple, or from a dict keyed by argument name. If the
+        model is a pytree of parameters, don't pass `inputs`.
       accumulate: The number of micro-batches into which each training batch is split.
       compute_dtype: The dtype of the forward pass, such as `jnp.bfloat16`. Parameters and floating-point inputs are
         cast to it, and the outputs are cast to float32 for the loss. Parameters, gradients and the optimizer's state
@@ -301,7 +301,7 @@ class LossStep(NumpyStep):
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _predict_batch(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the outputs, which are still on the devices, and the mask (None if the batch has no mask)."""
+        """Returns the model's outputs for a batch, still on the devices, and the batch's mask, or None if it has none."""
         rows = checks.num_examples(batch)
         outputs = (self._runner.forward_step.evaluate(state, batch) or {})["outputs"]
         for path, leaf in checks.leaves_by_path(outputs).items():
@@ -342,7 +342,10 @@ class LossStep(NumpyStep):
         return _cast_floating(outputs, jnp.float32), updates
 
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
-        """Returns the gradients of the mean loss, the loss and metrics as a dict, and the state with updated variables.
+        """Returns `(gradients, values, state)` for a batch.
+
+        `gradients` are those of the mean loss. `values` is a dict that contains the loss and the metrics. `state` is
+        the given state with the new values of the variables that the forward pass changed.
 
         For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
         gradients that JAX returns.
@@ -376,7 +379,7 @@ class LossStep(NumpyStep):
         return value_of(found["loss"]), (found, updates)
 
     def _values(self, who: str, outputs: Any, batch: Any) -> dict[str, Any]:
-        """Calls the loss function and the metric functions, and returns a dict of the values that they return.
+        """Calls the loss function and the metric functions, and returns a dict of their results.
 
         `who` describes the loss function in error messages.
         """

@@ -13,7 +13,9 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Averages a value over the unmasked rows of a batch if it is per example. Leaves any other value as it is.
+    """Averages a per-example value over the unmasked rows of a batch. Leaves any other value as it is.
+
+    If all rows are masked, the result for a per-example value or a scalar is 0.
 
     Args:
       what: A description of the value, for error messages.
@@ -127,7 +129,7 @@ def accumulated(
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
-    """Combines the stacked values of the micro-batches into the value of the batch.
+    """Combines the micro-batches' values of a loss or metric, stacked along the leading axis, into one for the batch.
 
     `weights` contains each micro-batch's share of the unmasked rows.
     """
@@ -170,7 +172,7 @@ def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
 def _sum_dtype(leaf: jax.Array) -> Any:
     """Returns the dtype in which to compute a mean of `leaf`.
 
-    This is the dtype of `leaf` or, if that is an integer type or narrower than 32 bits, float32.
+    This is `leaf.dtype` if it is a floating-point or complex dtype of at least 32 bits, and float32 otherwise.
     """
     is_wide = jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.dtype.itemsize >= 4
     return leaf.dtype if is_wide else jnp.float32

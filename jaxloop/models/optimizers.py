@@ -27,10 +27,10 @@ class EMAState(NamedTuple):
 def ema(decay: float | Callable[[jax.Array], Any]) -> optax.GradientTransformation:
     """Returns an Optax transformation that keeps an exponential moving average of the parameters in its state.
 
-    After each update, `average += (1 - decay) * (params - average)`. The average starts at the parameters passed to
-    the first update, even if they were loaded after the optimizer's state was created. The average is sharded
-    like the parameters and saved with the optimizer's state. The updates pass through unchanged. `LossStep(ema=...)`
-    adds this transformation.
+    After each update, `average += (1 - decay) * (params - average)`, where `params` are the updated parameters. The
+    average starts at the parameters passed to the first update, even if they were loaded after the optimizer's state
+    was created. The average is sharded like the parameters and saved with the optimizer's state. The updates pass
+    through unchanged. `LossStep(ema=...)` adds this transformation.
 
     >>> optimizer = optax.chain(optax.sgd(1.0), ema(0.75))  # It must be the last transformation.
     >>> params = {"w": jnp.array(1.0)}

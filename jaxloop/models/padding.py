@@ -44,7 +44,7 @@ class PaddingRunner(Runner):
     Attributes:
       not_per_example: The names of the losses and metrics that aren't per example, and therefore may depend on padding.
         None until `run` is traced.
-      eval_rows: The number of rows to which batches are padded in an evaluation. None before the first batch.
+      eval_rows: The number of rows to which batches are padded in an evaluation. None before its first batch.
     """
 
     watch_class = _UnmaskedWatch
@@ -122,7 +122,7 @@ class PaddingRunner(Runner):
         return MaskedBatch(batch, _all_real(num_real))
 
     def _padded_size(self, rows: int) -> int:
-        """Returns the number of rows to which a batch should be padded."""
+        """Returns the number of rows to which a batch of `rows` rows should be padded. May increase `eval_rows`."""
         batch_size = self.step._batch_size or rows
         if self.step.train:
             # The size depends only on this batch, because a resumed run has no record of earlier batches.
@@ -161,7 +161,7 @@ class PaddingRunner(Runner):
     def _names_that_depend_on_masked_rows(self, state: Any, filled: MaskedBatch) -> Sequence[str] | None:
         """Returns the names of the losses and metrics that change if the contents of masked rows change.
 
-        To find them, runs the step twice, with different contents of the masked rows. Returns None if the result is
+        To find them, runs the step twice, with different contents in the masked rows. Returns None if the result is
         inconclusive because the loss is NaN.
         """
         batch, mask = filled
@@ -199,7 +199,7 @@ class PaddingRunner(Runner):
 
 
 def mask_of(batch: Any) -> Any:
-    """Returns the mask of the examples in a batch, or None if the batch has no mask."""
+    """Returns the mask of the examples in a batch, or None if the batch has no mask of shape `[batch]`."""
     if not isinstance(batch, dict) or "mask" not in batch:
         return None
     mask, rows = batch["mask"], checks.num_examples(batch)
