@@ -276,7 +276,7 @@ class Ensemble(Step):
         return int(np.nanargmax(values) if Monitor(name, mode).mode == "max" else np.nanargmin(values))
 
     def early_stopping(self, monitor: str, patience: int, mode: str = "auto", min_delta: float = 0.0) -> list[Action]:
-        """Returns a list with one action per member. Each action freezes its member when that member's metric stops improving.
+        """Returns a list with one action per member. Each action freezes its member if the member's metric stops improving.
 
         Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. A frozen
         member keeps the parameters that it had when it stopped, `patience` evaluations after its best evaluation.
@@ -432,7 +432,7 @@ def _seeded(base_prng: types.PRNGType, seed: int) -> types.PRNGType:
 
 
 def _with_hyperparam(opt_state: Any, name: str, values: Sequence[float]) -> Any:
-    """Returns a copy of an optimizer's state in which the hyperparameter `name` has the given values, one per member."""
+    """Returns a copy of an optimizer state in which the hyperparameter `name` has the given values, one per member."""
     find = functools.partial(optax.tree_utils.tree_get_all_with_path, opt_state)
     known = [each for _, node in find("hyperparams") for each in node]
     scheduled = [each for _, node in find("hyperparams_states") for each in node]

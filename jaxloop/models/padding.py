@@ -249,5 +249,5 @@ def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
 
 
 def quoted(names: Sequence[str]) -> str:
-    """Formats names for use in messages."""
+    """Returns the names in quotes, separated by commas, for use in messages."""
     return ", ".join(map(repr, names))

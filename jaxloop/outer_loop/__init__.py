@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from jaxloop.check import preflight
 
 STOP_LOOP = types.STOP_LOOP
-"""The name of the output that a train or eval loop sets to end the experiment: `outputs[STOP_LOOP] = True`."""
+"""The name of the output that a step, an action or a hook sets to end the experiment: `outputs[STOP_LOOP] = True`."""
 
 
 _suggests_lengths = suggests(
@@ -75,7 +75,7 @@ class OuterLoop:
       checkpoint_spec: The checkpoints to resume from (or, without a train loop, to evaluate). If None, the run neither
         resumes from checkpoints nor evaluates them. With "auto", a run with a train loop and a `workdir` resumes from
         the newest checkpoint of the train loop's first `CheckpointAction`. Without such an action, it resumes from the
-        newest checkpoint in the subdirectory `checkpoints` of `workdir`.
+        newest checkpoint in the subdirectory `checkpoints` of `workdir`. For any other run, "auto" is the same as None.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
         and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, at most
@@ -89,7 +89,7 @@ class OuterLoop:
       extensions: Objects that observe each run, such as a `Watchdog`; see `Extension`.
       skip: The numbers of the batches to leave out. The run proceeds as if the training data didn't contain them.
         Batches are numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves
-        out the batch of step 48,213. In a multi-process job, each process leaves out its part of the batch.
+        out the batch of step 48,213. In a multi-process job, each process leaves out its part of each of these batches.
 
     Attributes:
       log_interval: The argument of the same name.
@@ -171,7 +171,7 @@ class OuterLoop:
 
     @property
     def checkpoint_spec(self) -> CheckpointSpec | None:
-        """The checkpoints to resume from or to evaluate, or None."""
+        """The checkpoints that the experiment resumes from or evaluates; None if it doesn't read any checkpoints."""
         return self._experiment.checkpoint_spec
 
     @property
@@ -207,10 +207,10 @@ class OuterLoop:
     ) -> tuple[Any, metrics.LoopOutputs | None]:
         """Runs the experiment until it ends.
 
-        The run ends after `train_total_steps`, when `stop` fires, when the training dataset ends, when a loop sets
-        `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed: checkpoints are committed and writers
-        are flushed. If an exception ends the run, `rescued_state` holds the state after the last completed step, and
-        the run's `CheckpointAction`s save that state.
+        The run ends after `train_total_steps` or `train_epochs`, when `stop` fires, when the training dataset ends,
+        when a step, an action or a hook sets `outputs[STOP_LOOP]`, or on Ctrl-C. In all cases, the actions are closed:
+        checkpoints are committed and writers are flushed. If an exception ends the run, `rescued_state` holds the state
+        after the last completed step, and the run's `CheckpointAction`s save that state.
 
         Before calling actions in the middle of a loop, the run reads the next batch to determine whether the current
         step is the last one. A checkpoint saved by an action stores the position in the data before that batch.
@@ -344,12 +344,13 @@ class OuterLoop:
         train_epochs: int | None = None,
         topology: str | None = None,
     ) -> "preflight.Report":
-        """Checks the arguments of a run without running any steps. Reports the run's plan and all problems.
+        """Checks the arguments of a run without running any steps. Reports the run's plan and all problems found.
 
-        The check reads one batch from each dataset, passes it through the hooks that precede `run`, and compiles `run`.
-        A later run reuses the compiled program. If checkpoints are saved, the check also reads three batches of the
-        training data to check that a resumed run can return to a position in the data. The plan lists when each
-        evaluation, action and checkpoint is due, and how much memory a step and a checkpoint need.
+        The check reads one batch from each dataset, passes it through the hooks that precede `Step.run`, and compiles
+        `Step.run`. When the experiment is run later, it reuses the compiled program. If checkpoints are saved, the
+        check also reads three batches of the training data to verify that a resumed run can return to a saved position.
+        The plan lists when each evaluation, action and checkpoint is due, and how much memory a step and a checkpoint
+        need.
 
         >>> import jaxloop
         >>> from jaxloop import examples
@@ -375,8 +376,8 @@ class OuterLoop:
             devices. Requires libtpu (`pip install libtpu`).
 
         Returns:
-          A report with the plan and all problems. `report.raise_errors()` raises an exception if the report contains
-          errors. The check writes no files, but it creates missing directories for checkpoints and the history.
+          A report with the plan and all problems found. `report.raise_errors()` raises an exception if the report
+          contains errors. The check writes no files, but it creates missing directories for checkpoints and the history.
         """
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
         return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, None, is_starting=False)
@@ -403,7 +404,7 @@ class OuterLoop:
         self._warned.update(texts)
 
     def _parts(self, experiment: Experiment, left_out: LeftOut) -> tuple[Sequence[Evaluation], Training | None]:
-        """Creates the `Evaluation`s and the `Training` for a call. The `Training` is None if there is no train loop."""
+        """Returns the `Evaluation`s and the `Training` for one call. The latter is None if there is no train loop."""
         spec, train_loop, training, evaluations = experiment.spec, experiment.train_loop, None, []
         context: dict[str, Any] = {"history": experiment.history, "total_steps": spec.total_steps, "snapshot": None}
         for loop, each in zip(experiment.eval_loops, spec.eval_specs, strict=True):
@@ -456,7 +457,7 @@ def _locked(experiment: Experiment) -> Iterator[Sequence[tuple[epath.Path, str]]
 
     No other run can then write to these directories. However, a run with a train loop and a run without one can share a
     directory, because they use different locks. In a multi-process job, the first process holds the locks for all
-    processes. The context manager yields pairs of a directory and the name of its lock file.
+    processes. The context manager yields a list of pairs `(directory, name of the lock file)`.
     """
     name = lock.TRAINER if experiment.train_loop is not None else lock.EVALUATOR
     places, is_first = [(directory, name) for directory in experiment.directories], distributed.is_first_process()
@@ -477,9 +478,9 @@ def _warn_of_nan(outputs: metrics.LoopOutputs | None, step_num: int) -> None:
 
 
 def _warn_of_unused(experiment: Experiment, evaluations: Sequence[Evaluation]) -> None:
-    """Warns about actions and evaluations that were never called in a run.
+    """Warns about actions that were never called, and evaluations that never ran, during a run.
 
-    `check` can't find these actions and evaluations before the run if the length of the run is unknown.
+    `OuterLoop.check` can't find these actions and evaluations before the run if the length of the run is unknown.
     """
     skipped = [each for each in evaluations if not each.was_measured and not is_never(each.interval)]
     unused = [f"{each.name} ({each.spec.when})" for each in skipped]
@@ -501,7 +502,7 @@ def _finish_actions(experiment: Experiment, state: Any) -> Any:
 
 
 def _close_actions(experiment: Experiment, status: str | None, raise_errors: bool) -> None:
-    """Closes the actions. `status` describes how the run ended, or is None if the run will return to a checkpoint."""
+    """Closes the actions. `status` describes how the run ended, or is None before a return to an earlier checkpoint."""
 
     def close(action: Action) -> None:
         with experiment.loops[0].engine.run.stopwatch.counting(action.time_category):

@@ -23,12 +23,12 @@ from jaxloop.schedules import Elapsed
 
 @final
 class Sources:
-    """The open datasets of an `OuterLoop`, which persist between calls.
+    """The datasets that an `OuterLoop` has opened. Iterators stay open between calls.
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if the run was resumed with `restore_data=False`. The positions then refer to a new dataset; see
-        `CheckpointSpec`.
+      is_new: True if the run was resumed with `restore_data=False`. Positions saved from then on refer to the new
+        dataset; see `CheckpointSpec`.
     """
 
     def __init__(self):
@@ -79,10 +79,11 @@ class TrainingData:
     # Reading ---------------------------------------------------------------------------------------------
 
     def open(self, *, restores: bool, warns: bool, must_return: bool = False, raises: bool = False) -> None:
-        """Opens the training dataset at the restored position, or at its start.
+        """Opens the training dataset at the position restored from a checkpoint, or at its start.
 
         Args:
-          restores: Whether to move to the restored position.
+          restores: Whether to move to the restored position. If False, moves to it only if `Sources.is_new` is True and
+            the dataset isn't an iterator.
           warns: Whether to warn about each dataset whose position can't be saved and restored.
           must_return: Whether to raise an error if the dataset can't return to the restored position. If False, a
             warning is logged instead, except after a return to an earlier checkpoint, where the error is always raised.
@@ -134,9 +135,9 @@ class TrainingData:
     def next_epoch(self, *, saves: bool) -> bool:
         """Ends the current epoch and begins the next one. Returns False if there is no next epoch.
 
-        A checkpoint saved between two epochs stores the start of the next epoch, whose batches may be in a different
-        order. A checkpoint saved after the last epoch stores the start of one more epoch, so that a later run can
-        resume and train for more epochs. Raises an error if the epoch that just ended had no batches.
+        A checkpoint saved between two epochs stores the start of the next epoch, because the order of the batches may
+        differ between epochs. A checkpoint saved after the last epoch stores the start of one more epoch, so that a
+        later run can resume and train for more epochs. Raises an error if the epoch that just ended had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.
@@ -195,7 +196,7 @@ class TrainingData:
     def _newest_batch(self, *, before: int = 0) -> int:
         """Returns the number (see `LeftOut`) of the batch that the last completed step used.
 
-        If `before` is greater than 0, returns the number of the batch that was used that many steps earlier. Returns 0
+        If `before` is greater than 0, returns the number of the batch that was used `before` steps earlier. Returns 0
         if there is no such batch.
         """
         left_out = self.left_out
@@ -205,8 +206,8 @@ class TrainingData:
         """Records a detour: a return to an earlier checkpoint, after which the run leaves out some batches.
 
         Args:
-          turn: The exception that requests the detour. The batches to leave out are those of the steps from
-            `turn.first` to `turn.last`.
+          turn: The exception that requests the detour. The batches to leave out are those that the steps from
+            `turn.first` to `turn.last` used.
           updates: The number of updates per batch.
 
         Raises:
@@ -225,7 +226,7 @@ class TrainingData:
         """Returns two dicts to store in a checkpoint; see `Saveable.state_dict`.
 
         The first dict contains the positions of all processes, the number of completed epochs, and the batches to leave
-        out. The second dict contains long byte strings of these positions as arrays.
+        out. The second dict contains the long byte strings in these positions, converted to arrays.
         """
         arrays: dict[str, np.ndarray] = {}
         job, evals, failure = self._engine.job, self._evals.items(), self._engine.outcome.failure
@@ -239,7 +240,10 @@ class TrainingData:
         return {"positions": job.gather(own), "left_out": left_out, **counts}, {"bytes": arrays}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Restores the data from the result of `state_dict`. The next call to `open` moves to the saved position."""
+        """Restores the training data and the iterators of the evaluations from the result of `state_dict`.
+
+        Moves the iterators at once. The next call to `open` moves the training dataset to its saved position.
+        """
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         is_own = len(positions) == count  # Otherwise, only the number of batches of the first process is used.
