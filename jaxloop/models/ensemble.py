@@ -276,7 +276,7 @@ class Ensemble(Step):
         return int(np.nanargmax(values) if Monitor(name, mode).mode == "max" else np.nanargmin(values))
 
     def early_stopping(self, monitor: str, patience: int, mode: str = "auto", min_delta: float = 0.0) -> list[Action]:
-        """Returns a list with one action per member. Each action freezes its member if the member's metric stops improving.
+        """Returns a list of actions, one per member. Each freezes its member when that member's metric stops improving.
 
         Add the actions to the eval loop that computes the metric. When all members are frozen, the run ends. A frozen
         member keeps the parameters that it had when it stopped, `patience` evaluations after its best evaluation.

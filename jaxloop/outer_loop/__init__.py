@@ -377,7 +377,8 @@ class OuterLoop:
 
         Returns:
           A report with the plan and all problems found. `report.raise_errors()` raises an exception if the report
-          contains errors. The check writes no files, but it creates missing directories for checkpoints and the history.
+          contains errors. The check writes no files, but it creates missing directories for checkpoints and the
+          history.
         """
         spec = RunSpec(train_dataset, train_total_steps, train_loop_steps, named(eval_specs), stop, train_epochs)
         return self._check(dataclasses.replace(self._experiment, spec=spec), state, topology, None, is_starting=False)

@@ -350,7 +350,7 @@ class LeftOut:
         self._num_saved = 0
 
     def apply_to(self, source: PositionedIterator | None) -> None:
-        """Makes `source`, the iterator over the current epoch, skip the batches to leave out."""
+        """Makes `source`, the iterator over the current epoch, skip the batches that the run leaves out."""
         if source is not None:
             source.left_out = {number - self.epoch_start for number in self.numbers if number > self.epoch_start}
 

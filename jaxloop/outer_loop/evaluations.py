@@ -125,7 +125,7 @@ class Evaluation(Item):
         return outputs
 
     def _check_length(self) -> None:
-        """Raises an error if the last evaluation had no batches. Warns once if it had fewer than `num_steps`."""
+        """Raises an error if the last evaluation had no batches. Warns once if it had fewer batches than `num_steps`."""
         number, wanted = len(self.loop.num_examples), self.spec.num_steps
         if number == 0:
             raise self.spec.empty()
@@ -137,7 +137,7 @@ class Evaluation(Item):
 
 @final
 class LastActions(Item):
-    """An agenda item for the end of training. It calls the actions of an eval loop that are due at that time."""
+    """An agenda item that calls an eval loop's actions at the end of training if they are due then."""
 
     interval: int | Schedule | None = last()
 

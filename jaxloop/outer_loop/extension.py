@@ -36,7 +36,7 @@ class Extension:
       name: The name under which checkpoints store the extension's state; by default, the name of the class.
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
       batch: Called with each training batch, normally before the batch's step.
-      moment: Called as soon as the step at which the run starts or resumes is known, and after each step at which a
+      moment: Called before the first step, once a checkpoint (if any) has been restored, and after each step at which a
         history row, an action or an evaluation may be due.
       end: Called when the run has ended, for any reason, and all checkpoints have been written to disk.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
@@ -61,8 +61,8 @@ class Extension:
 
         Args:
           batch: The batch.
-          step_num: The number of completed updates after the step that uses the batch. If the step fails, a resumed run
-            repeats the step.
+          step_num: The number of completed updates after the step that uses the batch. If that step fails, a resumed
+            run repeats it, so the hook may be called again with the same number.
         """
 
     def moment(self, now: Elapsed) -> None:
@@ -73,17 +73,18 @@ class Extension:
 
         Args:
           now: The run's progress.
-          reason: "finished"; "stopped", or "stopped by" and the class of the action that stopped the run; the name of a
-            signal; "a detour" if the run returns to an earlier checkpoint; "hang: ..."; or "error: ...".
+          reason: The reason why the run ended: "finished", "stopped", "stopped by X" (where X is the class of the
+            action that stopped it), "stopped by a command", "Ctrl-C", "SIGTERM", "a detour" (if the run returns to an
+            earlier checkpoint), "hang: ..." or "error: ...".
           error: The exception that ended the run, or None.
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the state to store in a checkpoint, as numbers, strings, arrays, lists and dicts."""
+        """Returns the state to store in a checkpoint, a dict of numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restores the extension from the result of `state_dict`. Not called if the checkpoint doesn't contain one."""
+        """Restores the extension from the result of `state_dict`. Not called if the checkpoint has no state for it."""
 
 
 @final
@@ -137,7 +138,7 @@ class Extensions:
             _call(observe, now)
 
     def end(self, now: Elapsed, reason: str, error: BaseException | None, but: Extension | None = None) -> None:
-        """Reports the end of the run to all extensions except `but`, in reverse order."""
+        """Reports the end of the run to all extensions whose `begin` was called, except `but`, in reverse order."""
         begun, raised = [each for each in self._begun if each is not but], None
         self._begun = [each for each in self._begun if each is but]
         for each in reversed(begun):
@@ -201,7 +202,7 @@ class Experiment:
     Attributes:
       train_loop: The train loop, or None if the experiment only evaluates.
       eval_loops: One loop for each `EvalSpec`.
-      checkpoint_spec: The checkpoints to resume from or to evaluate, or None.
+      checkpoint_spec: The checkpoints that the experiment resumes from or evaluates; None if it doesn't read any.
       workdir: The directory for the files of the run, or None.
       savers: The actions that save checkpoints.
       history: The history.
@@ -225,7 +226,7 @@ class Experiment:
 
     @functools.cached_property
     def in_loops(self) -> list[Action]:
-        """The actions of all loops and steps."""
+        """The actions of all loops and of their steps."""
         return [each for loop in self.loops for each in loop.actions]
 
     @functools.cached_property
