@@ -125,7 +125,7 @@ class Evaluation(Item):
         return outputs
 
     def _check_length(self) -> None:
-        """Raises an error if the last evaluation had no batches. Warns once if it had fewer batches than `num_steps`."""
+        """Raises an error if the evaluation had no batches. Warns once if it had fewer than `num_steps` batches."""
         number, wanted = len(self.loop.num_examples), self.spec.num_steps
         if number == 0:
             raise self.spec.empty()

@@ -26,8 +26,8 @@ class EvalContext:
       is_continuous_eval: True in continuous evaluation: there is no train loop, and checkpoints are evaluated as they
         appear.
       step_num: The number of updates that have been applied to the state being evaluated.
-      loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints before the
-        current one.
+      loop_count: The number of completed train loops; in continuous evaluation, the number of checkpoints found before
+        the current one.
     """
 
     is_continuous_eval: bool
@@ -57,7 +57,8 @@ class EvalSpec:
         (as in `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A
         schedule can fire at any step, even in the middle of a train loop. Ignored if there is no train loop.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
-        specs have the default name "eval", each of them except the first gets its position as a suffix, as in "eval_2".
+        specs have the default name "eval", each of them except the first gets its position in the list of specs as a
+        suffix, as in "eval_2".
     """
 
     dataset: Iterable[types.Batch] | Callable[[], Iterable[types.Batch]] | None
@@ -85,7 +86,7 @@ class EvalSpec:
 
     @property
     def data(self) -> Any:
-        """The dataset to evaluate on, or its first pass (see `pass_of`) if it is endless and `num_steps` is None."""
+        """The dataset to evaluate on. If it is endless and `num_steps` is None, only its first pass; see `pass_of`."""
         return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property
@@ -125,7 +126,7 @@ class CheckpointSpec:
       iterate_interval_secs: In continuous evaluation, the time in seconds between searches for new checkpoints.
       iterate_stop_fn: In continuous evaluation, a function that returns True if no more checkpoints will appear. The
         default function checks for the file `STOPPED`, which a training run writes to the directory when it is done.
-      transforms: New names for saved leaves; see `Step.restore_model`.
+      transforms: A dict for renaming saved leaves; see `Step.restore_model`.
       restore_data: Whether a resumed run continues at the saved position in its training dataset. Pass False if the
         dataset has changed: the run then reads the new dataset from the beginning, and later restarts resume at the
         saved position in the new dataset. Also pass False for an iterator that is already at the right position.
@@ -163,7 +164,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs as a tuple. Each repetition of the default name gets the position of its spec as a suffix.
+    """Returns the specs as a tuple. All but the first with the default name get their position as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -180,7 +181,7 @@ def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
 @final
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The arguments of `OuterLoop.__call__`. The eval specs are those that `named` returned."""
+    """The arguments of `OuterLoop.__call__`. `eval_specs` is the result of `named`."""
 
     train_dataset: Any = None
     total_steps: int | None = None
