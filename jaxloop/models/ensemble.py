@@ -231,7 +231,7 @@ class Ensemble(Step):
         return state.replace(**vars(members) | changed), reported
 
     def _run_member(self, step_num: Any, skips: bool, member: Any, key: Any, batch: Any, is_frozen: Any) -> Any:
-        """Returns the new state of one member, its outputs, and whether it is frozen."""
+        """Runs the original step for a member. Returns the new state, the outputs, and whether the member is frozen."""
         member, programs = member.replace(step=step_num), self._step._runner.programs
         run = nonfinite.Detector(programs.run, "skip", on_mesh=False).run if skips else programs.run
         with self._keyed(key):
@@ -252,7 +252,7 @@ class Ensemble(Step):
         return jax.tree.map(lambda leaf: leaf[index], self._stacked(state))
 
     def collect(self, history: History, name: str) -> np.ndarray:
-        """Returns the values of a metric as an array of shape `[rows, members]`.
+        """Returns the values of a metric for all members, as an array of shape `[rows, members]`.
 
         The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. If
         a row lacks the value of a member, the array contains NaN in its place.
@@ -332,7 +332,7 @@ class _MemberMeans:
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
-        """Returns a dict with the mean of each member whose sum of weights isn't 0, keyed by the member's index.
+        """Returns a dict with the mean of each member whose sum of weights isn't 0, keyed by the index as a string.
 
         If there are at least two such members, the dict also contains the minimum ("min"), the maximum ("max") and the
         sample standard deviation ("std") of their means.
@@ -373,8 +373,8 @@ def _state_class(kind: type) -> type:
 def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any]:
     """Returns the ensemble's outputs for a value that has a leading axis of members.
 
-    A mean becomes two outputs: the mean over all members, and the means of the individual members. An image or another
-    array stays one output, in which the leading axis and the axis after it are merged into one.
+    A mean becomes two outputs: the mean over all members, and the means of the individual members. Images and other
+    arrays stay one output, in which the leading axis and the axis after it are merged into one.
     """
     if is_metric(value) or name == types.STOP_LOOP:
         raise TypeError(f"An Ensemble can't report {name!r} for each member. Return a scalar or a jaxloop.Weighted.")
@@ -407,7 +407,7 @@ def _check_step(step: Any, seeds: Any) -> None:
 
 
 def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[dict[str, Any]]:
-    """Returns the hyperparameters and the seed of each member."""
+    """Returns a list with one dict per member, which contains the member's hyperparameters and its seed (if any)."""
     if combine not in ("product", "zip"):
         raise ValueError(f"combine must be 'product' or 'zip', got {combine!r}.")
     axes = {name: [float(value) for value in values] for name, values in hyperparams.items()}

@@ -129,8 +129,8 @@ def fit(
         device is used.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for parameter initialization and dropout.
-      seeds: The seeds of a `jaxloop.Ensemble`, or the number of seeds. The ensemble trains one model per seed, all in
-        one dispatch. The state and the history are those of the ensemble.
+      seeds: The seeds of a `jaxloop.Ensemble`: a list, or an int `n` for the seeds 0 to `n - 1`. The ensemble trains
+        one model per seed, all in one dispatch. The state and the history are those of the ensemble.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,

@@ -27,9 +27,9 @@ _INPUT_NAMES = ("inputs", "input", "x", "image", "images", "features", "pixels")
 class LossStep(NumpyStep):
     """A `Step` for which you only have to provide the loss, `loss(outputs, batch)`, as a method or as an argument.
 
-    `outputs` is the model's output for the batch's inputs. The loss returns an array of shape `[batch]` with one number
-    per example, a scalar, or `jaxloop.Weighted(losses, weights)` for a mean over tokens or pixels. To add metrics,
-    return a pair `(losses, metrics)`. Each value in the dict `metrics` can have any of these three forms.
+    `outputs` is the model's output for the batch's inputs. The loss has one of three forms: an array of shape `[batch]`
+    (one number per example), a scalar, or `jaxloop.Weighted(losses, weights)` (for a mean over tokens or pixels). To
+    add metrics, return a pair `(losses, metrics)`. Each value in the dict `metrics` can have any of these three forms.
 
     With `train=True`, a step makes one optimizer update, using the gradient of the mean loss, and updates the model's
     batch statistics and other variables. With `train=False`, a step calls the model in evaluation mode and doesn't
@@ -74,7 +74,7 @@ class LossStep(NumpyStep):
     - a pair of functions: `init(key, inputs) -> params` and `apply(params, inputs)`. `apply` may also take any of
       `train`, `rngs` (a dict), `rng` and `key`;
     - a pytree of parameters, which the loss receives instead of outputs: `loss(params, batch)`. For an Equinox module,
-      these are the `params` of `params, static = eqx.partition(module, eqx.is_inexact_array)`.
+      pass the `params` from `params, static = eqx.partition(module, eqx.is_inexact_array)`.
 
     `jaxloop.models.forward` describes how each kind of model receives its keys and the training mode. The keys come
     from `prng_key(state.step)`, so they depend only on `base_prng` and the step. NNX models keep their own keys in the
@@ -301,7 +301,7 @@ class LossStep(NumpyStep):
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _predict_batch(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the model's outputs for a batch, still on the devices, and the batch's mask (None without a mask)."""
+        """Returns the model's outputs for a batch, still on the devices, and the batch's mask or None."""
         rows = checks.num_examples(batch)
         outputs = (self._runner.forward_step.evaluate(state, batch) or {})["outputs"]
         for path, leaf in checks.leaves_by_path(outputs).items():

@@ -129,7 +129,7 @@ def accumulated(
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
-    """Combines the micro-batches' values of a loss or metric, stacked along the leading axis, into one for the batch.
+    """Combines the values of a loss or metric for the micro-batches, stacked along the leading axis, into one value.
 
     `weights` contains each micro-batch's share of the unmasked rows.
     """

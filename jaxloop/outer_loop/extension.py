@@ -36,8 +36,8 @@ class Extension:
       name: The name under which checkpoints store the extension's state; by default, the name of the class.
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
       batch: Called with each training batch, normally before the batch's step.
-      moment: Called before the first step, once a checkpoint (if any) has been restored, and after each step at which a
-        history row, an action or an evaluation may be due.
+      moment: Called before the run's first step, after a checkpoint (if any) has been restored. Also called after each
+        step at which a history row, an action or an evaluation may be due.
       end: Called when the run has ended, for any reason, and all checkpoints have been written to disk.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
@@ -80,7 +80,7 @@ class Extension:
         """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the state to store in a checkpoint, a dict of numbers, strings, arrays, lists and dicts."""
+        """Returns the state to store in a checkpoint: a dict of numbers, strings, arrays, lists and dicts."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -164,7 +164,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs as a tuple. All but the first with the default name get their position as a suffix.
+    """Returns the specs as a tuple. Those with the default name, except the first, get their position as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
