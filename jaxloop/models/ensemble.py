@@ -332,10 +332,10 @@ class _MemberMeans:
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))
 
     def compute(self) -> dict[str, np.float64]:
-        """Returns a dict with the mean of each member whose sum of weights isn't 0, keyed by the index as a string.
+        """Returns a dict with the mean of each member whose sum of weights isn't 0.
 
-        If there are at least two such members, the dict also contains the minimum ("min"), the maximum ("max") and the
-        sample standard deviation ("std") of their means.
+        The keys are the indices of the members, as strings. If there are at least two such members, the dict also
+        contains the minimum ("min"), the maximum ("max") and the sample standard deviation ("std") of their means.
         """
         total, rest, weight = np.asarray(fetch(self.sums), np.float64)
         measured = np.flatnonzero(weight)

@@ -82,8 +82,8 @@ def accumulated(
     """Computes the result of `gradients(state, batch, mask, keys)` by scanning over the micro-batches of the batch.
 
     Args:
-      gradients: A function that returns the gradients of the mean loss, the values (losses and metrics), and the state
-        with the updated variables.
+      gradients: A function that returns three values: the gradients of the mean loss, a dict that contains the loss and
+        the metrics, and the state with the updated variables.
       state: The state.
       batch: The batch.
       mask: The batch's mask, which is True for the rows to include.

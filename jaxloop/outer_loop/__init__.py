@@ -189,7 +189,10 @@ class OuterLoop:
 
     @property
     def rescued_state(self) -> Any:
-        """The state after the last completed step if the last call raised an exception; otherwise None."""
+        """The state after the last completed step if the last call raised an exception; otherwise None.
+
+        Also None if the failed step had already donated that state, or if training hadn't begun.
+        """
         return self._rescued_state
 
     @_suggests_lengths

@@ -37,8 +37,9 @@ class Extension:
       begin: Called when a run begins, and again when it returns to an earlier checkpoint.
       batch: Called with each training batch, normally before the batch's step.
       moment: Called before the run's first step, after a checkpoint (if any) has been restored. Also called after each
-        step at which a history row, an action or an evaluation may be due.
-      end: Called when the run has ended, for any reason, and all checkpoints have been written to disk.
+        step at which a history row, an action or an evaluation may be due. Not called in runs that don't train.
+      end: Called when the run has ended, for any reason, and all checkpoints have been written to disk. Also called
+        before the run returns to an earlier checkpoint.
       state_dict, load_state_dict: Called to save the extension's state in a checkpoint and to restore it.
     """
 
