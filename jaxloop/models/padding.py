@@ -227,7 +227,7 @@ def _all_real(rows: int) -> np.ndarray:
 def _fill(batch: Any, is_real: np.ndarray, size: int) -> MaskedBatch:
     """Pads a batch to `size` rows, and overwrites the masked rows, which may contain NaN.
 
-    The new rows are copies of the last unmasked row, or zeros if all rows are masked.
+    The added and the overwritten rows are copies of the last unmasked row, or zeros if all rows are masked.
 
     Args:
       batch: The batch.

@@ -376,8 +376,8 @@ class LeftOut:
     def load_state_dict(self, state_dict: Mapping[str, Any], step_num: int) -> None:
         """Restores the state from a checkpoint that was saved at the given step.
 
-        Detours that began after the checkpoint was saved are kept. Batches that were used before the checkpoint was
-        saved can no longer be left out.
+        Detours that began after the checkpoint was saved are kept, although the checkpoint doesn't contain them.
+        Batches that were used before the checkpoint was saved can no longer be left out.
         """
         newest, before, detours = state_dict["newest"], state_dict["numbers"], state_dict["detours"]
         if missed := [each for each in self._given if each <= newest and each not in before]:
