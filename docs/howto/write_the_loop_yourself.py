@@ -1,4 +1,4 @@
-"""Trains with the loop language: a dict of schedules and functions. The history becomes a pandas table."""
+"""Trains with the functional API: a dict of schedules and functions. The history becomes a pandas table."""
 
 import jax
 import numpy as np

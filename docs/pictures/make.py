@@ -506,7 +506,7 @@ def modules():
         [("Basics", "types · schedules · base", width, SLATE)],
     ]
     notes = [
-        ["fit, the loop language,", "operation of runs"],
+        ["fit, the functional API,", "operation of runs"],
         ["resume, evaluations, stop"],
         ["constructors and hooks"],
         ["runs steps, calls what is due"],
