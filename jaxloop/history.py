@@ -623,12 +623,12 @@ def _parsed(line: bytes) -> tuple[Elapsed, Any]:
 
 
 class _File:
-    """The file of a history.
+    """The file that stores a history.
 
     Attributes:
       path: The path of the file.
       writes: Whether rows are written to the file.
-      is_open: True once it is known that appending rows doesn't mix two runs: either the file had no rows from an
+      is_open: True once it is known that appending rows won't mix two runs: either the file had no rows from an
         earlier run, or the history has read those rows. Always True if no rows are written to the file.
       size: The number of bytes that the history has read from or written to the file.
       num_lines: The number of lines in those bytes.

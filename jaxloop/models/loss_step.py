@@ -86,14 +86,14 @@ class LossStep(NumpyStep):
     the loss must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value (the loss or a metric).
-    This requires that the loss and all metrics are per example and that, in training, the model doesn't mix examples
-    (as batch normalization does). The first time that a row is masked, the step is run twice without an update, with
-    different contents in that row. This reveals values that depend on masked rows, such as a contrastive loss. In an
-    evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only once. In
-    training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the number
-    of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows are
-    removed. The values are then still exact, but the step has to be compiled again for each number of rows. Training
-    raises an error if the rows can't be divided evenly among the devices or the micro-batches.
+    This requires that the loss and all metrics are computed per example and that, in training, the model doesn't mix
+    examples (as batch normalization does). The first time that a row is masked, the step is run twice without an
+    update, with different contents in that row. This reveals values that depend on masked rows, such as a contrastive
+    loss. In an evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only
+    once. In training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the
+    number of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows
+    are removed. The values are then still exact, but the step has to be compiled again for each number of rows.
+    Training raises an error if the rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and averages their gradients. Each micro-batch is weighted by its number of examples or by the weight

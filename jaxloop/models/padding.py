@@ -42,8 +42,8 @@ class PaddingRunner(Runner):
     """Runs a `LossStep` with padded and masked batches.
 
     Attributes:
-      not_per_example: The names of the losses and metrics that aren't per example, and therefore may depend on padding.
-        None until `run` is traced.
+      not_per_example: The names of the losses and metrics that aren't computed per example and may therefore depend on
+        padding. None until `run` is traced.
       eval_rows: The number of rows to which batches are padded in an evaluation. None before its first batch.
     """
 

@@ -229,7 +229,7 @@ class OuterLoop:
           train_loop_steps: The number of updates per loop. Loops end at multiples of this number. If None, a single
             loop covers the whole dataset.
           eval_specs: One spec for each eval loop.
-          log_train_total_steps: Whether to log the first and the last step of training.
+          log_train_total_steps: Whether to log a message with the steps at which training begins and ends.
           stop: A schedule that ends the run when it fires, such as `at(time=3600)` or `at(samples=1_000_000)`.
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is also given, the run ends at whichever

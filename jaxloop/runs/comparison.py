@@ -26,8 +26,8 @@ class Comparison:
       runs: One dict per run. Its keys are `workdir`, `best` (the best value), `step` (the step at which that value was
         reached), `std` (the standard deviation of the metric over the members of a `jaxloop.Ensemble` at that step, or
         None without an ensemble), `secs` (the wall time in seconds), `productive` (the fraction of the wall time that
-        was spent on new steps) and `notes` (the notes of the run's last start, as a dict). `best` and `step` are None
-        if the metric was never finite.
+        was spent on new steps) and `notes` (the notes with which the run was last started, as a dict). `best` and
+        `step` are None if the metric was never finite.
     """
 
     by: str

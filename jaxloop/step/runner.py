@@ -122,7 +122,7 @@ class Runner:
     def filler(self) -> Callable[[int], None] | None:
         """Returns a function that sets the size to which short batches are padded.
 
-        Returns None, which is the default, if short batches can't be padded.
+        Returns None if short batches can't be padded, as in this default implementation.
         """
         return None
 
