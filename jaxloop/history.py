@@ -217,9 +217,9 @@ class History:
         self._write(len(self._rows))
 
     def checksum(self) -> dict[str, Any] | None:
-        """Writes all pending rows. Returns a dict of the file's length in bytes and SHA-256 checksum.
+        """Writes all pending rows. Returns a dict with the file's length (in bytes) and its SHA-256 checksum.
 
-        Returns None if the history has no file or only reads the file.
+        Returns None instead if the history has no file, or only reads it.
         """
         self.flush()
         return self._file.checksum() if self._file is not None and self._file.writes else None

@@ -175,7 +175,7 @@ class CheckpointWriter:
             return manager.save(step, args=args, metrics=metrics and dict(metrics), custom_metadata=noted or None)
 
     def _check_directory(self) -> None:
-        """Raises an error in all processes if no save can succeed in the directory.
+        """Raises an error in all processes if checkpoints can't be saved to the directory.
 
         If only some processes raised the error, the others would wait for them forever.
         """

@@ -91,7 +91,7 @@ class Ensemble(Step):
 
     Up to rounding, each member gets the results that the given step alone would get with that member's seed and
     hyperparameters. The ensemble's state has the fields of the step's state and two more, `frozen` and `diverged`. Each
-    leaf has a leading axis of members, except for `state.step`, which counts the updates. `state.frozen` is True for
+    leaf except `state.step`, which counts the updates, has a leading member axis. `state.frozen` is True for
     members that are no longer updated. `state.diverged` is True for the frozen members that yielded NaN or infinity.
 
     >>> import optax, jaxloop
@@ -134,10 +134,10 @@ class Ensemble(Step):
         the seed is folded into each key instead. If `seeds` is None, all members use the step's keys.
       hyperparams: A dict that maps names of hyperparameters to lists of values to distribute over the members; see
         `combine`. The optimizer must be wrapped in `optax.inject_hyperparams`.
-      combine: "product" makes a member for each combination of hyperparameters and seeds, where the seed varies
+      combine: "product" makes a member for each combination of hyperparameters and seeds, with the seed varying
         fastest. "zip" combines the first value of each hyperparameter with the first seed, the second values with the
         second seed, and so on.
-      data: "shared" passes each batch to all members. With "own", each leaf of a batch has a leading axis of members.
+      data: "shared" passes each batch to all members. With "own", each leaf of a batch has a leading member axis.
       mesh: A mesh with one axis. If given, the members are distributed over its devices.
 
     Attributes:
@@ -371,7 +371,7 @@ def _state_class(kind: type) -> type:
 
 
 def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any]:
-    """Returns the ensemble's outputs for a value that has a leading axis of members.
+    """Returns the ensemble's outputs for a value that has a leading member axis.
 
     A mean becomes two outputs: the mean over all members, and the means of the individual members. Images and other
     arrays stay one output, in which the leading axis and the axis after it are merged into one.
