@@ -244,7 +244,7 @@ class CheckpointWriter:
         )
 
     def _discard_manager(self, step: int) -> None:
-        """Closes the manager after an error, and removes the files of the failed save, which may fill the disk.
+        """Closes the manager after an error, and removes the failed save's files, because the disk may be full.
 
         The manager can't be used again, because it would treat the failed step as saved.
         """

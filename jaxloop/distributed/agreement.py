@@ -472,7 +472,7 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends this process's vote on the next batches, skipping the first `start` batches that have been read ahead.
+        """Sends this process's vote on the batches read ahead, from index `start` (earlier votes cover the others).
 
         Returns a pair `(votes, size)`. `votes` contains the votes of all processes, which need not have arrived yet.
         Each process's vote covers at most `size` batches.

@@ -80,9 +80,9 @@ class Call:
       place: The part of the run that is currently active, such as the dataset or the step. If an exception is raised, a
         note on the exception names this part.
       ran: The steps that are running now, with their results so far. None if no steps are running.
-      count: The pair `(state.step, number of completed updates)` at the end of the last call that trained. `state.step`
-        is None if the state has no `step`. If a later call begins with the same `state.step` array, it uses the
-        recorded number instead of reading the array.
+      count: The pair `(state.step, number of completed updates)` at the end of the most recent training call. The first
+        element is None if the state has no `step`. If a later call begins with the same `state.step` array, that call
+        uses the recorded number instead of reading the array.
       own_hooks: The names of the loop's hooks that the user has overridden.
       outcome: The outcome of the call so far.
     """

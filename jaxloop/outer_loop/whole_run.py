@@ -275,9 +275,9 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
 
 
 def elapsed_at(directory: epath.PathLike, step: int) -> Elapsed:
-    """Returns the run's progress, as stored in the checkpoint of a step.
+    """Returns the run's progress as stored in the checkpoint for the given step.
 
-    The attribute `previous` of the result is the progress one step earlier.
+    The result's `previous` attribute is the progress one batch earlier.
     """
     return checkpoint.Checkpoint.at(directory, step, checkpoint.METADATA_FILE).elapsed()
 
