@@ -224,9 +224,9 @@ MISTAKES = {
     "one batch for a dataset": error("the train data", "A dataset must be an iterator", data=batch_of()),
     "train data that end early": warning("the train data", "end at step 20, after 20 batches", data=[batch_of()] * 20),
     "an endless run": loop_warning("Nothing ends the run", options={"train_total_steps": None}),
-    "endlessly repeated batches": loop_warning("its data have no end", data=itertools.repeat(batch_of()), **ENDLESS),
+    "endlessly repeated batches": loop_warning("its dataset is endless", data=itertools.repeat(batch_of()), **ENDLESS),
     "a possibly endless generator": loop_warning(
-        "a generator does not say whether its data end", data=(batch_of() for _ in itertools.count()), **ENDLESS
+        "a generator doesn't say whether it ends", data=(batch_of() for _ in itertools.count()), **ENDLESS
     ),
     "preprocess_batch without a return value": loop_error(
         "Planted.preprocess_batch returned None", step=step_with(preprocess_batch=lambda self, batch: None)

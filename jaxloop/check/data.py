@@ -98,7 +98,7 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
         )
     is_generator = inspect.isgenerator(spec.train_dataset) and not checked.is_starting  # It may end.
     if spec.epochs is None and spec.stop is None and end == END and (is_generator or is_endless(spec.data)):
-        ending = "its data have no end" if not is_generator else "a generator does not say whether its data end"
+        ending = "its dataset is endless" if not is_generator else "a generator doesn't say whether it ends"
         here.warn(
             f"Nothing ends the run: {ending}, and there is neither train_total_steps nor stop. Give one of them, if no "
             "action is to stop it."

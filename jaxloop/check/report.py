@@ -43,14 +43,14 @@ class CheckError(ValueError):
 class Report:
     """The result of `OuterLoop.check`. A printed report fits on one screen.
 
-    >>> report = Report([Problem("eval 'test'", "Its data have no end.")], {"train": "600 steps"}, secs=0.5)
+    >>> report = Report([Problem("eval 'test'", "Its dataset is endless.")], {"train": "600 steps"}, secs=0.5)
     >>> print(report)
-    1 error. Nothing was run; it took 0.5 s.
+    1 error. Nothing was run; the check took 0.5 s.
     <BLANKLINE>
       train  600 steps
     <BLANKLINE>
       error in eval 'test':
-        Its data have no end.
+        Its dataset is endless.
 
     Attributes:
       problems: The problems, errors first.
@@ -88,7 +88,7 @@ class Report:
     def __str__(self) -> str:
         counts = [(len(self.errors), "error"), (len(self.warnings), "warning")]
         found = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
-        lines = [f"{', '.join(found) or 'No problem'}. Nothing was run; it took {self.secs:.1f} s.", ""]
+        lines = [f"{', '.join(found) or 'No problem'}. Nothing was run; the check took {self.secs:.1f} s.", ""]
         plan = {printable(name): "\n".join(map(printable, text.split("\n"))) for name, text in self.plan.items()}
         width = max(map(len, plan), default=0)
         for name, text in plan.items():

@@ -226,7 +226,7 @@ class ActionTask(ActionItem):
 
     Attributes:
       of: The callback.
-      schedules: The schedules under which the tasks list the callback. The action is due when any of them fires.
+      schedules: The schedules for which the dict of tasks lists the callback. The action is due when any of them fires.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):

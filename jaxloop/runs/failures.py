@@ -39,8 +39,8 @@ class Failures(Extension):
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step. If that state no
     longer exists or is already in a checkpoint, the directory instead contains the path of the newest checkpoint before
-    the step and the batches since that checkpoint. At most the last 128 batches, with at most 64 MiB in total, are
-    stored. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
+    the step and the batches since that checkpoint. Only the most recent batches are stored: up to 128 batches and 64
+    MiB. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
     multi-process job doesn't record anything, because no process has the whole batch. A failure before the train loop
     has completed its first step isn't recorded either.
     """

@@ -110,7 +110,7 @@ class RunLog(Extension):
 @final
 @dataclasses.dataclass
 class Attempt:
-    """One start of a run, as recorded in the run log: a call to the `OuterLoop`, or a detour within a call.
+    """One attempt at a run, as recorded in the run log: a call to the `OuterLoop`, or a detour within a call.
 
     Attributes:
       started: The time when the call or the detour started, in seconds since the Unix epoch.
@@ -119,7 +119,7 @@ class Attempt:
       described: The values in the log line that records the start: `pid`, `host`, `total_steps`, `notes` and others.
       points: The later log lines, each as `(time, step, seconds by kind of work)`. The first one records the step
         at which training starts or resumes.
-      reason: The reason why the run ended: `"finished"`, `"stopped"` (by a step), `"stopped by ..."` (an action or a
+      reason: Why the run ended: `"finished"`, `"stopped"` (by a step), `"stopped by ..."` (an action or a
         command), `"Ctrl-C"`, `"SIGTERM"`, `"error: ..."`, or `"a detour"` (the run returned to an earlier checkpoint).
         None if the run was killed or is still running.
     """
