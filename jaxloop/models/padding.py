@@ -96,7 +96,7 @@ class PaddingRunner(Runner):
         """Adds a mask to a batch, pads the batch if it is short, and overwrites or removes rows whose mask is 0.
 
         Raises:
-          ValueError: If masked rows would change a value but can't be removed.
+          ValueError: If masked rows would affect the loss or a metric but can't be removed.
         """
         rows, mask = checks.num_examples(batch), mask_of(batch)
         if rows is None or (rows == 0 and not self._is_shared):

@@ -254,11 +254,11 @@ def reconcile_hyperparams(given: Any, restored: Any, *, restores: bool, remedy: 
       given: The state that the program created.
       restored: The state from the checkpoint.
       restores: Whether the run continues with the checkpoint's values rather than the program's.
-      remedy: The last sentence of the warning, such as how to continue with the program's values instead of the
-        checkpoint's. May be empty.
+      remedy: The last sentence of the warning, which may explain how to continue with the program's values instead
+        of the checkpoint's. May be empty.
 
     Returns:
-      The restored state. If `restores` is False, its differing hyperparameters have the program's values.
+      The restored state. If `restores` is False, any hyperparameters that differ have the program's values.
     """
     ours, saved, changed = checks.leaves_by_path(given), checks.leaves_by_path(restored), {}
     scheduled = {match[1] + match[2] for path in ours if (match := _SCHEDULED.match(path))}

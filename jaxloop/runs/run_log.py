@@ -36,9 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    Each time the run starts, a first line is added immediately, and a second line as soon as it is known at which step
-    training starts or resumes. Then a line is added at most once per second, and a last line when the run ends. If a
-    run is killed, its last line shows the run's last known progress.
+    Each time the run starts, one line is added immediately, and a second one once the step at which training starts or
+    resumes is known. After that, at most one line is added per second, and a last one when the run ends. If a run is
+    killed, its last line shows the run's last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 

@@ -112,7 +112,7 @@ class Compiled:
     def _compile(self, run: Callable[..., Any], options: dict[str, Any], structure: Any, _: Any) -> Any:
         """Returns a jitted version of `run` for a state and a batch that have particular pytree structures.
 
-        `structure` is the key for the state's structure from `take_apart`, or None if the state isn't taken apart.
+        `structure` is the key that `take_apart` returns for the state, or None if the state isn't taken apart.
         """
         partitioner = self._programs.step.partitioner
 
