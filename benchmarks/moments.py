@@ -27,7 +27,7 @@ from jaxloop.models.function_step import FunctionStep
 # The names of the contestants that are compared here.
 BARE_SAVE, SAVE = "CheckpointManager.save of Orbax", "CheckpointAction.save"
 BARE_RESTORE, RESTORE = "CheckpointManager.restore of Orbax", "checkpoint.restore"
-BARE_IMPORT, IMPORT = "import jax, flax, optax, orbax.checkpoint", "import jaxloop"
+BARE_IMPORT, IMPORT = "import jax, flax, optax", "import jaxloop"
 ONE_LOOP, SHORT_LOOPS = "one loop", "loops of 10 steps"
 SLOWER, PREFETCH = "the slower of the two alone", f"{DEFAULTS}, jaxloop.prefetch"
 

@@ -62,7 +62,7 @@ BUDGET = {
     "actions": 1303,
     "base": 636,
     "check": 917,
-    "checkpoint": 838,
+    "checkpoint": 837,
     "data": 877,
     "distributed": 566,
     "engine": 1645,
@@ -289,7 +289,7 @@ def test_importing_jaxloop_is_cheap_and_does_not_change_the_jax_config():
         "assert {name: jax.config.values[name] for name in before} == before;"
         "from jax._src import xla_bridge; assert not xla_bridge._backends, 'a backend was started';"
         "heavy = {'tensorflow', 'tensorflow_datasets', 'sklearn', 'tensorboardX', 'matplotlib', 'grain', 'torch',"
-        "'tqdm', 'equinox', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb'};"
+        "'tqdm', 'equinox', 'pandas', 'clu', 'mlflow', 'trackio', 'wandb', 'orbax'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

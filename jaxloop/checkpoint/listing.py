@@ -8,12 +8,14 @@ import re
 import time
 from collections.abc import Iterable
 
-import orbax.checkpoint as ocp
 from absl import logging
-from etils import epath
+from etils import epath, epy
 
 from jaxloop.base import files
 from jaxloop.base.files import absolute
+
+with epy.lazy_imports():  # Importing Orbax takes a fifth as long as importing jaxloop.
+    import orbax.checkpoint as ocp
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
 """The name of the file in which Orbax stores a checkpoint's metadata."""

@@ -15,15 +15,17 @@ from typing import Any, final
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
-from etils import epath
+from etils import epath, epy
 
 from jaxloop.base import checks, files, path_patterns
 from jaxloop.base.files import absolute
 from jaxloop.checkpoint import listing, seal, stored
 from jaxloop.checkpoint.listing import METADATA_FILE, all_paths, all_steps, missing_error
 from jaxloop.schedules import Elapsed
+
+with epy.lazy_imports():  # Importing Orbax takes a fifth as long as importing jaxloop.
+    import orbax.checkpoint as ocp
 
 # The items. An Orbax manager keeps a single item, which it calls "default", in a directory of that name.
 STATE, RUN, TREES = "default", "run", "trees"

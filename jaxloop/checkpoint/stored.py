@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
+from etils import epath, epy
 
 from jaxloop.base import checks, path_patterns
+
+with epy.lazy_imports():  # Importing Orbax takes a fifth as long as importing jaxloop.
+    import orbax.checkpoint as ocp
 
 # Stored form -----------------------------------------------------------------------------------------
 

@@ -14,10 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
-from etils import epath
-from orbax.checkpoint import checkpoint_managers
+from etils import epath, epy
 
 from jaxloop import distributed
 from jaxloop.base import checks, files, timing
@@ -25,6 +23,9 @@ from jaxloop.checkpoint import read, seal, stored
 from jaxloop.checkpoint.listing import METADATA_FILE, all_paths
 from jaxloop.checkpoint.read import CheckpointError
 from jaxloop.distributed import agreement, lock
+
+with epy.lazy_imports():  # Importing Orbax takes a fifth as long as importing jaxloop.
+    import orbax.checkpoint as ocp
 
 # Orbax numbers the saves of a process and keeps the current number in a global variable. If two threads started saves
 # at the same time, each would wait forever for the directory of the other.
@@ -51,7 +52,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        manager_or_directory: ocp.CheckpointManager | epath.PathLike,
+        manager_or_directory: "ocp.CheckpointManager | epath.PathLike",
         keep: int | None = 3,
         best: tuple[str, str] | None = None,
     ):
@@ -121,7 +122,7 @@ class CheckpointWriter:
 
     def _save_args(
         self, state: Any, metadata: Mapping[str, Any], run: Mapping[str, Any], trees: Mapping[str, Any]
-    ) -> tuple[ocp.args.CheckpointArgs, dict[str, Any]]:
+    ) -> "tuple[ocp.args.CheckpointArgs, dict[str, Any]]":
         """Returns two values: Orbax's arguments for a save, and the custom metadata of the checkpoint.
 
         Raises an error if a value could be saved but not restored.
@@ -147,7 +148,7 @@ class CheckpointWriter:
     def _start(
         self,
         step: int,
-        args: ocp.args.CheckpointArgs,
+        args: "ocp.args.CheckpointArgs",
         custom_metadata: dict[str, Any],
         metrics: Mapping[str, float] | None,
     ) -> bool:
@@ -206,7 +207,7 @@ class CheckpointWriter:
             except CheckpointError as error:
                 read.quarantine(error, "A killed run may have been deleting it. It can no longer be the best.")
 
-    def _open_manager(self) -> ocp.CheckpointManager:
+    def _open_manager(self) -> "ocp.CheckpointManager":
         policy = self._policy
         assert policy is not None
         self._manager = ocp.CheckpointManager(self.directory, options=policy.options(self._seal))
@@ -301,17 +302,13 @@ class _Policy:
     keep: int | None
     best: tuple[str, str] | None
 
-    def options(self, seal_save: Callable[[], None]) -> ocp.CheckpointManagerOptions:
+    def options(self, seal_save: Callable[[], None]) -> "ocp.CheckpointManagerOptions":
         """Returns options for a manager that applies this policy and calls `seal_save` before each commit."""
-        policies: list[Any] = [checkpoint_managers.LatestN(self.keep)]
-        quality, best = None, self.best
-        if best is not None:
-            quality = lambda values: read.quality(values, best)
-            policies.append(
-                checkpoint_managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)
-            )
+        managers, best = ocp.checkpoint_managers, self.best
+        quality = None if best is None else lambda values: read.quality(values, best)
+        bests = [managers.BestN(get_metric_fn=quality, n=1, keep_checkpoints_without_metrics=False)] if quality else []
         return ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            preservation_policy=managers.AnyPreservationPolicy([managers.LatestN(self.keep), *bests]),
             best_fn=quality,  # With it, Orbax writes the metrics.
             cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(post_finalization_callback=seal_save),
