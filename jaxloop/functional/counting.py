@@ -38,7 +38,7 @@ def elapse(
         the dataset is read to its end. A warning is logged if the dataset ends before `stop`.
       start: The progress of an earlier run, from which counting continues.
       num_examples: A function that returns the number of examples in a batch. If None, the number is the length of
-        the leading axis of the batch's arrays, or 1 if the arrays are scalars or differ in this length.
+        the leading axis of the batch's arrays, or 1 if the arrays are scalars or their leading axes differ in length.
 
     Yields:
       `(elapsed, batch)`, where `elapsed` includes this batch: for the first batch, `elapsed.steps == 1`.
@@ -69,7 +69,7 @@ def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[type
     """Returns a function that counts the examples in a batch.
 
     If `num_examples` is given, the function calls it and checks the result. Otherwise, the function returns the length
-    of the leading axis of the batch's arrays, or 1 if the arrays are scalars or differ in this length.
+    of the leading axis of the batch's arrays, or 1 if the arrays are scalars or their leading axes differ in length.
     """
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1

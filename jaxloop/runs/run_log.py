@@ -213,7 +213,7 @@ def _checked(notes: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit() -> dict[str, str]:
-    """Returns a dict with the program's Git commit under the key `commit`. The dict is empty without a repository."""
+    """Returns a dict with the program's Git commit under the key `commit`, or an empty dict if there is none."""
     directory = os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv and sys.argv[0] else "."))
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]

@@ -253,9 +253,10 @@ def shapes_for_run(step: Any, state: Any, batch: types.BatchSpec) -> tuple[Any, 
 
 
 def _shape_in_run(leaf: Any) -> Any:
-    """Removes the sharding of an abstract leaf if the leaf is placed on a single device that is available.
+    """Returns an abstract leaf without its sharding if the sharding refers to a single available device.
 
-    A program that is compiled for the result can be reused in a later run.
+    Otherwise, returns the leaf unchanged. A program that is compiled for leaves without shardings can be reused when
+    the step runs.
     """
     if not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) or leaf.sharding.device_set.isdisjoint(
         jax.devices()
