@@ -171,5 +171,5 @@ def _mode_of(name: str) -> str:
             return mode
     raise ValueError(
         f"The name {name!r} doesn't say whether larger or smaller values are better. Pass mode='max' or mode='min' "
-        f"with it (in a command: --mode max); for best= of CheckpointAction or monitor= of fit, pass ({name!r}, 'max')."
+        f"(in the CLI: --mode max); for best= of CheckpointAction or monitor= of fit, pass the pair ({name!r}, 'max')."
     )
