@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Calls a function and returns a list that contains the function's result.
+    """Calls a function and returns a list whose only element is the function's result.
 
     If the function raises an `OSError` or a `ValueError`, prints the error and returns an empty list.
     """

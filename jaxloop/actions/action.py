@@ -34,7 +34,7 @@ class Action(abc.ABC):
 
     Args:
       interval: The interval at which to call the action. For a loop's action, an int counts loops: with 2, the action
-        is called at the end of every second loop. For a step's action, an int counts the steps within the loop. A
+        is called at the end of every second loop. For a step's action, an int counts steps within the loop. A
         schedule such as `every(steps=100)` can also fire in the middle of a loop.
 
     Raises:
@@ -124,7 +124,10 @@ class Action(abc.ABC):
         return ()
 
     def finish(self, state: Any) -> Any:
-        """Returns the state that the run should return. Called once, before `close`, if a run ends normally."""
+        """Returns the final state of the run, which is `state` by default.
+
+        Called once, before `close`, if the run ends without an error or interruption.
+        """
         return state
 
     kept_state: Any = None
@@ -182,7 +185,7 @@ class Action(abc.ABC):
 
 
 def check_state_dict(action: Action, names: Iterable[str], state_dict: Mapping[str, Any]) -> None:
-    """Raises a `ValueError` if the keys of `state_dict` differ from `names`, the keys that the action saves."""
+    """Raises a `ValueError` unless the keys of a saved `state_dict` are exactly the `names` that `action` expects."""
     if sorted(names) != sorted(state_dict):
         remembered = sorted(names) or "nothing"
         raise ValueError(

@@ -20,10 +20,11 @@ from jaxloop.schedules import Elapsed, Schedule
 class CheckpointAction(Action):
     """Saves the train state and everything else that is needed to resume the run.
 
-    If evaluations are due at the same step, they run before the checkpoint is saved. A save blocks the run only while
-    the arrays are copied to the host; the rest happens in the background. Only one save runs at a time: each save first
-    waits until the previous save is on disk. `last_stall_secs` is the time for which the last save blocked the run, and
-    `Spent.checkpoints` is the total for all saves.
+    If evaluations are due at the same step, they run before the checkpoint is saved. Normally, a save blocks the run
+    only while the arrays are copied to the host; the files are written in the background. Only one save runs at a time:
+    if the previous save is not on disk yet, the next save blocks the run until it is. `last_stall_secs` is the number
+    of seconds for which the last save blocked the run. `Spent.checkpoints` is the total for all saves in the period
+    that the `Spent` describes.
 
     Hooks:
       __call__, begin_run, finish, close: See `Action`. Overrides must call `super()`.
@@ -154,14 +155,14 @@ class CheckpointAction(Action):
     ) -> bool:
         """Waits until the previous save is on disk, and then starts saving a state in the background.
 
-        The state is copied before this method returns, so you can donate the original afterwards. Call `flush` or
+        The state is copied before this method returns, so you can donate `state` afterwards. Call `flush` or
         `close` before the program ends.
 
         Args:
           step: The step number, which becomes the name of the checkpoint.
           state: The state to save.
           outputs: Ignored.
-          metrics: A dict with the value of the metric named by `best`, or None if the metric has no value.
+          metrics: A dict that maps the name of the metric in `best` to its value, or None if there is no value.
           metadata: Numbers, strings, lists and dicts to store in the checkpoint. Read them with `Checkpoint.metadata`.
           run: Like `metadata`, but for values of any size. Read them with `Checkpoint.run`. Saved only if the action
             was created with a directory.
@@ -198,7 +199,7 @@ class CheckpointAction(Action):
 def monitor_of(argument: str, best: str | tuple[str, str] | None) -> Monitor | None:
     """Returns the `Monitor` for a metric, given its name or a pair `(name, mode)`. Returns None if `best` is None.
 
-    `argument` is the name by which error messages refer to `best`.
+    Error messages use `argument` as the name of `best`, as in "CheckpointAction.best".
     """
     if best is None or isinstance(best, str):
         return None if best is None else Monitor(best)
