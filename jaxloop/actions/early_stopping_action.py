@@ -20,10 +20,10 @@ from jaxloop.schedules import Elapsed, Schedule
 
 @dataclasses.dataclass
 class _Memory:
-    """The values that the action remembers between calls.
+    """The values that an `EarlyStoppingAction` remembers between calls.
 
     Attributes:
-      best: The best value.
+      best: The best value of the metric so far.
       best_elapsed: The progress of the run when the best value was measured.
       waits: The number of measurements since the last improvement, or infinity if the metric has failed (see
         `Monitor.has_failed`).
@@ -170,9 +170,9 @@ class EarlyStoppingAction(Action):
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True if the last `patience` values were not improvements, or if the last value means failure.
+        """True if none of the last `patience` values was an improvement, or if the latest value counts as a failure.
 
-        `Monitor.has_failed` determines which values mean failure.
+        `Monitor.has_failed` determines which values count as failures.
         """
         return self._memory.waits >= self.patience
 

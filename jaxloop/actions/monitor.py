@@ -72,9 +72,9 @@ class Monitor:
         return f"{printable(self.name)} ({'larger' if self.mode == 'max' else 'smaller'} is better)"
 
     def improves(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-        """Returns True if `value` beats `best` by more than `min_delta`, or if `best` is None.
+        """Returns True if `value` beats `best` by more than `min_delta`.
 
-        Always returns False if `value` is NaN.
+        If `best` is None, any value except NaN is an improvement. NaN is never an improvement.
         """
         if best is None:
             return not math.isnan(value)
@@ -88,7 +88,7 @@ class Monitor:
         """Returns the value of the metric at the step given by `elapsed`, or None if it was not measured at that step.
 
         The value is computed from `outputs` by `jaxloop.summarize`, or taken from the metric's latest row in `history`
-        if that row belongs to the given step.
+        if that row is from the given step.
 
         If there has been an evaluation but no metric has the monitor's name, this method logs a warning once. It
         doesn't raise an error, because the metric may still appear at a later step. If the metric never appears,

@@ -24,9 +24,9 @@ _LINE = "{n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 class ProgressAction(Action):
     """Shows the progress of a run: steps, time left, speed, the latest metrics, and evaluation results.
 
-    As a loop's action, it never waits for the devices; it shows the latest metrics that have reached the host.
-    Evaluation results and log lines appear above the bar. In a multi-process job, only the first process shows
-    anything.
+    As a loop's action, it never waits for the devices; it shows the latest metrics that have reached the host. As a
+    step's action, it waits for the outputs of the step. Evaluation results and log lines appear above the bar. In a
+    multi-process job, only the first process shows anything.
 
     >>> progress = ProgressAction(4, bar="plain", stream=sys.stdout, min_seconds=0)
     >>> progress(None, {"loss": 0.5}, step_num=2)  # doctest: +ELLIPSIS
@@ -210,7 +210,7 @@ class _Results:
     def follow(self, history: History | None, step: int) -> None:
         """Sets the history (unless it is None) and the current step.
 
-        After a rollback, the step is lower than in the previous call. The results of the repeated steps are then shown
+        After a rollback, `step` is lower than in the previous call. The results of the repeated steps are then shown
         again.
         """
         self._history = self._history if history is None else history
