@@ -35,8 +35,9 @@ class SpikeGuard(Action):
     Args:
       name: The name of a scalar output of the train step.
       sigmas: The number of standard deviations by which a value must exceed the mean to count as a spike.
-      window: The number of preceding values to compare each value with. Until that many values exist, only NaN and
-        infinity count as spikes.
+      window: The number of preceding values, not counting spikes, from which the mean and the standard deviation are
+        computed. Until that many values exist, and while all of them are equal, only NaN and infinity count as
+        spikes.
       at_most: The maximum number of rollbacks in a run. If a spike occurs after that many rollbacks, the run ends with
         an error. If the run is then resumed, it starts from a checkpoint before that spike.
       interval: The interval at which to check the values. Each check covers all values since the previous check, and
@@ -126,7 +127,10 @@ class SpikeGuard(Action):
         return [None if metrics.is_empty(value) else float(value) for value in values]
 
     def _limit(self) -> float:
-        """Returns the largest value that is not a spike."""
+        """Returns the limit above which a value is a spike.
+
+        The limit is infinity if there are fewer than `window` preceding values, or if all of them are equal.
+        """
         if len(self._values) < self._window:
             return math.inf
         values = np.array(self._values)

@@ -28,13 +28,13 @@ class SummaryAction(WriterAction):
     values are written. Statistics, such as those of a `StatLoop`, are written unchanged. An array of shape
     `[N, H, W, C]` with 1, 3 or 4 channels is written as images, and any other array as a histogram. The type of a
     `MetricWithMetadata` determines whether it is written as images, videos, audio, text or histograms. A histogram
-    contains the values of all these steps. Images, videos, audio and text come from the last step only.
+    contains the values of all steps since the last call. Images, videos, audio and text come from the last step only.
 
     All actions that share a writer also share a background thread, which writes in the order in which the actions are
     called. The loop waits for the thread only if 64 writes are pending. All pending writes finish before a checkpoint
     is saved and before the run ends. If the writer raises an error, the next call to the action raises it again, with a
-    note that lists the values that could not be written. If a checkpoint is saved before these values are written, it
-    contains them, and a run that resumes from it writes them first.
+    note that names the values that could not be written. If a checkpoint is saved before these values are written, the
+    checkpoint contains them, and a run that resumes from it writes them first.
 
     Args:
       writer: `jaxloop.actions.default_writer(workdir)`, a tracker's writer (such as `jaxloop.actions.MlflowWriter`), or
@@ -96,7 +96,7 @@ class SummaryAction(WriterAction):
 
     @functools.cached_property
     def _methods(self) -> dict[types.MetricType, str]:
-        """The names of the writer's methods for non-scalar metrics, keyed by metric type."""
+        """The names of the methods that the writer has for non-scalar metrics, keyed by metric type."""
         return {kind: method for kind, method in _METHODS.items() if hasattr(self._summary_writer, method)}
 
     def check(self, state: Any, outputs: types.Output) -> Iterable[str]:
@@ -121,7 +121,7 @@ def _not_written(
     media: Mapping[str, types.MetricWithMetadata],
     methods: Mapping[types.MetricType, str],
 ) -> list[str]:
-    """Returns one message for each output that isn't written. The message gives the reason."""
+    """Returns one message for each output that isn't written. Each message gives the reason."""
     reasons = {
         name: f"its writer has no {_METHODS.get(metric.type, f'method for {metric.type}')}"
         for name, metric in media.items()

@@ -45,7 +45,7 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _describe(self, hparams: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        """Writes hyperparameters and notes that have not been written yet."""
+        """Writes the pending hyperparameters and notes."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -57,7 +57,10 @@ class _TrackerWriter(abc.ABC):
 
     @abc.abstractmethod
     def _close(self, status: str) -> None:
-        """Closes the tracked run with a status ("finished", "failed" or "killed") after all points are stored."""
+        """Closes the tracked run with a status: "finished", "failed" or "killed".
+
+        Returns only after the tracker has stored all points.
+        """
 
     def _name(self, name: str) -> str:
         """Converts a name to one that the tracker allows."""
@@ -106,10 +109,11 @@ class _TrackerWriter(abc.ABC):
 
         Args:
           step: The step at which the run starts or resumes.
-          position: The value that `position` returned when the checkpoint was saved; None if there is no checkpoint.
+          position: The value that the method `position` returned when the checkpoint was saved, or None if there is no
+            checkpoint.
 
         Raises:
-          ValueError: If `position` or the file in the work directory contains an invalid ID.
+          ValueError: If the argument `position` or the file in the work directory contains an invalid ID.
         """
         with self._lock:
             self._end("finished")
@@ -355,9 +359,9 @@ class WandbWriter(_MediaWriter):
     In online mode, finishing and resuming take a few seconds.
 
     In online mode, the writer reads back the existing points and doesn't write them again. In offline mode, it can't
-    read them back, so a resumed run writes the points of repeated steps again. Offline, the points between two flushes
-    are written to a new directory, `wandb/offline-run-*`, in the work directory. To upload these directories, run
-    `wandb sync --include-offline wandb/offline-run-*`.
+    read them back, so a resumed run writes the points of repeated steps again. An offline run is stored in several
+    directories, `wandb/offline-run-*`, in the work directory: each flush closes the current directory, and the next
+    write creates a new one. To upload them all, run `wandb sync --include-offline wandb/offline-run-*`.
 
     Args:
       workdir: The run's work directory, which stores the ID of the W&B run.

@@ -41,7 +41,7 @@ class Call:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, writer: Any) -> None:
-        """Makes this call. Adds a note to any error that names the action, the step, the method and the values."""
+        """Makes this call. Any error gets a note with the action, the step, the method and the names of the values."""
         try:
             if self.method == "resume":
                 writer.resume(self.step, self.options["position"])
