@@ -67,7 +67,7 @@ def listed(names: Iterable[str], *, show: int = 12) -> str:
 
 
 def first_lines(lines: Sequence[str]) -> list[str]:
-    """Returns the first twelve lines. If there are more, adds a line that gives the number of omitted lines."""
+    """Returns the first twelve of the given lines and, if there are more, a line with the number of omitted lines."""
     return list(lines) if len(lines) <= 12 else [*lines[:12], f"  ... and {len(lines) - 12} more"]
 
 
@@ -105,7 +105,7 @@ def only_one(who: str, **names: Any) -> Any:
 
     Args:
       who: The name of the function or class, for the error message.
-      **names: The two names of the argument. The value of each is what the caller passed under that name, or None.
+      **names: The two names of the argument, each with the value that the caller passed under it, or None.
 
     Raises:
       TypeError: If the caller used neither or both of the names, or if the value is a number or a schedule, which was
@@ -140,9 +140,9 @@ def mark_donated(state: Any, by: Any) -> None:
 
 
 def donated_leaf(state: Any) -> jax.Array | None:
-    """Returns the array on which `mark_donated` stores its record, or None if the state has no such array.
+    """Returns the first array of the state other than `state.step`, or None if there is none.
 
-    The record is stored on the first array of the state, not counting `state.step`, which is usually not donated.
+    `mark_donated` stores its record on this array. It doesn't use `state.step`, which is usually not donated.
     """
     step = getattr(state, "step", None)
     leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and leaf is not step]
@@ -380,8 +380,8 @@ class BatchWatch:
       look: Checks the next batches.
 
     Attributes:
-      num_rows: The number of rows in the last batch. None before the first batch, if the leading axes of the batch's
-        leaves differ in length, or if all leaves are scalars.
+      num_rows: The number of rows in the last batch. None if there has been no batch yet, if the leading axes of the
+        batch's leaves differ in length, or if all leaves are scalars.
       form: A list that identifies the structure, shapes and dtypes of the last batch, or None before the first batch.
       may_differ: True if the processes of a job have had batches that differ in more than their numbers of rows. The
         processes then compare their batches before each step.
@@ -533,7 +533,7 @@ def changes(expected: dict[str, str], got: dict[str, str]) -> list[tuple[str, st
 
 
 def change_lines(changes: list[tuple[str, str, str]]) -> list[str]:
-    """Returns a line for each of the given changes, which the function `changes` has found.
+    """Returns a line for each tuple in `changes`, as returned by the function `changes`.
 
     If there are more than twelve lines, the rest are omitted; see `first_lines`.
     """
