@@ -44,8 +44,8 @@ class Monitor:
         `loss` or, if there is none, to the `loss` of any evaluation.
       mode: "min", "max" or "auto". "auto" infers the direction from the last part of the name, if that part determines
         it: "min" for loss, error, perplexity, mse, nll and the like, and "max" for accuracy, auc, f1, iou, precision,
-        recall, reward, bleu, psnr and the like. Case is ignored, and so are digits (`mAP@50`), `val_`, `mean_` and
-        `_score`.
+        recall, reward, bleu, psnr and the like. Case, digits (as in `mAP@50`) and neutral words such as `val`, `mean`
+        and `score` are ignored.
 
     Raises:
       ValueError: If `mode` is "auto" and the name doesn't determine the direction ("score", for example).

@@ -16,7 +16,7 @@ from jaxloop.schedules import at
 class ProfileAction(Action):
     """Records a profile of a few steps for TensorBoard's Profile plugin, XProf or Perfetto.
 
-    The trace contains only whole steps: the loop synchronizes with the devices before the trace starts and before it
+    The trace contains only whole steps: the action synchronizes with the devices before the trace starts and before it
     stops. If the run ends early, the trace contains the steps completed by then.
 
     >>> import tempfile

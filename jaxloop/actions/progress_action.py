@@ -147,7 +147,7 @@ class _Bar:
         return True
 
     def draw(self, step: int, total: int | None, values: Mapping[str, float]) -> None:
-        """Shows the run's progress and the given metrics, unless the last update of the display was too recent."""
+        """Shows the run's progress and the given metrics, unless the display was updated too recently."""
         self._tqdm.set_description_str("", refresh=False)
         self._tqdm.total = total
         shown = [f"{printable(name)}={_number(value)}" for name, value in values.items()]

@@ -126,7 +126,7 @@ class _TrackerWriter(abc.ABC):
             self._id, self._known, self._status = saved, None if saved else set(), ""
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes the values that the tracker doesn't have yet."""
+        """Writes the given values, except those that the tracker already has at this step."""
         with self._using():
             if self._known is None:
                 self._known = set(self._points(step))

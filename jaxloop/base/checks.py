@@ -317,9 +317,9 @@ def _problem_of_leaf(leaf: Any, remedy: str) -> str | None:
 
 
 def problem_of_dtypes(batch: Any) -> str | None:
-    """Returns a warning that lists the float64 arrays that JAX would convert to float32.
+    """Returns a warning that names the float64 arrays of a batch, which JAX would convert to float32.
 
-    Returns None if the batch has no such arrays.
+    Returns None if the batch has no such arrays, or if 64-bit types are enabled in JAX.
 
     Raises:
       ValueError: If JAX would truncate a 64-bit integer because it doesn't fit into 32 bits.
