@@ -18,7 +18,8 @@ class Action(abc.ABC):
 
     A loop calls its actions in the order listed, except that actions with `runs_last = True` are called after all
     others. A loop's `begin_actions` receive `outputs=None`. If an action raises an exception other than `TurnBack`, the
-    run ends.
+    run ends. `TurnBack` makes the run resume from an earlier checkpoint: the methods `close`, `load_state_dict` and
+    `begin_run` are then called, in this order.
 
     Hooks:
       __call__: Called by a loop or a step whenever the action is due.
@@ -179,7 +180,8 @@ class Action(abc.ABC):
     def close(self) -> None:
         """Finishes pending writes and releases resources.
 
-        Called when a run of an `OuterLoop` or `jf.loop` ends, even after an error.
+        Called when a run of an `OuterLoop` or `jf.loop` ends, even after an error. Also called before a run returns to
+        an earlier checkpoint; `begin_run` is then called again.
         """
         self.flush()
 
