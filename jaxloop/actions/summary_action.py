@@ -111,7 +111,7 @@ class SummaryAction(WriterAction):
 
     @property
     def prefix(self) -> str:
-        """The prefix that is added to each name."""
+        """The prefix that is added to the name of each value that is written."""
         return self._prefix
 
 

@@ -394,7 +394,7 @@ class BatchWatch:
         self._wide: list[tuple[int, str, Any]] = []  # The 64-bit integers; see `_wide_integers`.
 
     def look(self, batches: Sequence[Any]) -> int | None:
-        """Checks the next batches.
+        """Checks the next batches and returns the number of rows in each of them.
 
         Args:
           batches: A sequence of one or more batches, all with the same shapes and dtypes.
