@@ -167,8 +167,8 @@ def load(source: Any, found: Mapping[str, str], wanted: Mapping[str, Any]) -> di
 def as_wide_as(saved: Any, leaf: Any) -> Any:
     """Returns the template to use for reading the saved leaf that will replace `leaf`.
 
-    If the dtypes of the two leaves differ only in width (64 or 32 bits), the template is a NumPy array with the saved
-    dtype. Otherwise, the template is `leaf` itself.
+    If the saved leaf has the same shape as `leaf`, and a dtype that differs only in width (64 or 32 bits), the template
+    is a NumPy array with the saved dtype. Otherwise, the template is `leaf` itself.
 
     Args:
       saved: The description of the saved leaf, or None if there is no saved leaf.

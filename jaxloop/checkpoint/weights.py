@@ -65,7 +65,7 @@ def load_params(
         `into`.
 
     Returns:
-      The parameters, with the structure of `into`.
+      The parameters, with the structure of `into` (as nested dicts if `into` is None).
 
     Raises:
       FileNotFoundError: If there is no such checkpoint.
@@ -95,7 +95,7 @@ def load_params(
 def _load(directory: epath.PathLike, step: int | str, load: Callable[[Checkpoint], Any]) -> Any:
     """Opens a checkpoint, passes it to the function `load`, and returns the result.
 
-    `step` is the step of the checkpoint, "newest" or "best".
+    `step` is either the number of a step, or one of the strings "newest" and "best"; see `load_params`.
     """
     if step == "newest":
         found = read.open_newest(all_paths([directory]), load, quarantines=False)

@@ -1,8 +1,8 @@
 """The class that saves checkpoints. Each checkpoint is sealed and then committed atomically.
 
 `CheckpointWriter.save` rejects values that couldn't be restored later (`_save_args`), waits for the previous save,
-checks the directory, and then passes the values to Orbax. A thread of Orbax writes the files, calls `_seal`, and
-commits the checkpoint with a single rename.
+checks the directory, and then passes the values to Orbax. An Orbax thread writes the files, calls `_seal`, and commits
+the checkpoint with a single rename.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class CheckpointWriter:
         ones. If several are equally good, the newest one is considered the best. Requires a directory.
 
     Attributes:
-      directory: The directory with one subdirectory per step.
+      directory: The directory of the checkpoints, with one subdirectory per checkpoint.
       last_stall_secs: The number of seconds for which the last call to `save` blocked, or None before the first call.
     """
 
@@ -245,9 +245,10 @@ class CheckpointWriter:
         )
 
     def _discard_manager(self, step: int) -> None:
-        """Closes the manager after an error, and removes the failed save's files, because the disk may be full.
+        """Closes the manager after a failed save, and removes the files of this save.
 
-        The manager can't be used again, because it would treat the failed step as saved.
+        The files are removed because the disk may be full. The manager can't be used again, because it would treat the
+        failed step as saved.
         """
         manager, self._manager = self._manager, None
         if manager is not None:
