@@ -48,7 +48,7 @@ def batched(
 
     Raises:
       TypeError: If the examples can't be read by index, or if another argument has the wrong type.
-      ValueError: If there are no examples, if `size` is not positive, or if `drop_remainder` would leave no batch.
+      ValueError: If there are no examples, if `size` is not positive, or if `drop_remainder` would leave no batches.
     """
     checks.check_positive("batched(..., size)", size)
     checks.check_positive("batched(..., num_epochs)", num_epochs, optional=True)

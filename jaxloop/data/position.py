@@ -65,7 +65,7 @@ class DatasetPosition:
       skip: The number of batches to read and skip after restoring `state`. If `state` is None, these are the first
         batches of the epoch.
       next: The `fingerprint` of the next batch, or None if that batch hasn't been read. After returning to the
-        position, a resumed run compares it with the fingerprint of its own next batch.
+        position, a resumed run compares this fingerprint with that of the batch it reads next.
     """
 
     kind: str
@@ -216,7 +216,7 @@ class PositionedIterator(Wrapper, Iterator[types.Batch]):
     def resume_warning(self) -> str | None:
         """Returns a message that explains why resuming won't be exact and what to do, or None if no problem is known.
 
-        Call this method before the first batch is read, because it may peek at that batch.
+        Call this method before the first batch is read, because the method may peek at that batch.
         """
         source = self._reader.source
         if source.kind == "tf.data" and not self._reader.prefetch:  # Some states can't be saved after the first batch.
@@ -389,10 +389,10 @@ def check_kind(saved: str, source: PositionedIterator) -> None:
 
 
 def number_before(number: int, before: int, left_out: Collection[int]) -> int:
-    """Returns the number of the used batch that comes `before` used batches earlier than batch `number`.
+    """Counts back from batch `number` by `before` used batches, and returns the number of the batch reached.
 
     Batches are numbered from 1. All batches except those in `left_out` are used. If batch `number` itself is left out,
-    the last used batch before it takes its place. Returns 0 if there are too few used batches.
+    counting begins at the last used batch before it. Returns 0 if there are too few used batches.
 
     >>> [number_before(number, 0, [2, 3, 5]) for number in range(8)]
     [0, 1, 1, 1, 4, 4, 6, 7]
@@ -408,7 +408,7 @@ def number_before(number: int, before: int, left_out: Collection[int]) -> int:
 @final
 @dataclasses.dataclass(frozen=True)
 class DataWithOptions(Wrapper, Iterable[types.Batch]):
-    """A dataset with options for the iterators over it. Each call to `iter` starts a new epoch."""
+    """A dataset with options for its iterators. Each call to `iter` starts a new epoch."""
 
     inner: Any
     prefetch: int = 0
@@ -423,7 +423,10 @@ class DataWithOptions(Wrapper, Iterable[types.Batch]):
 
 
 def with_options(data: Any, **options: Any) -> Iterable[types.Batch]:
-    """Attaches options for `PositionedIterator` to a dataset. Returns an iterator if the dataset is an iterator."""
+    """Attaches options for `PositionedIterator` to a dataset.
+
+    Returns an iterator if the dataset is an iterator; otherwise a dataset.
+    """
     if isinstance(data, DataWithOptions):
         return dataclasses.replace(data, **options)
     if hasattr(data, "__next__"):
