@@ -29,7 +29,8 @@ class Reader:
     Attributes:
       source, prefetch: The arguments of the same names.
       batches: The iterator that the batches are read from.
-      marks: The latest marks. Each mark is a pair `(count, state)`: the state of the source after `count` batches.
+      marks: The latest marks, as pairs `(count, state)`. In each pair, `state` is the state of the source after `count`
+        batches.
       peeked: A list that holds the batch read by `peek` until that batch is returned.
       recent: The most recently returned batches.
       has_ended: True if there are no more batches.
@@ -75,8 +76,8 @@ class Reader:
         """Returns the fingerprint of a recent batch or of the next one.
 
         Returns `END` if the next batch is requested but the data has ended. Returns None if the requested batch hasn't
-        been read yet or is no longer available. In the latter case, the reader keeps the last `num_back` batches from
-        then on.
+        been read yet or is no longer available. If it is no longer available, the reader keeps the last `num_back`
+        batches from then on.
 
         Args:
           num_back: The requested batch: 0 for the next batch, 1 for the batch that was returned last, 2 for the batch
@@ -100,7 +101,10 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Stores the source's current state as the mark after `count` batches, if reading it is cheap. Returns `batch`."""
+    """Stores the source's current state as the mark after `count` batches, and returns `batch`.
+
+    Doesn't store the state if reading it takes more than a few microseconds.
+    """
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

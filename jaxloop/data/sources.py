@@ -127,8 +127,8 @@ NO_DATA = IndexedBatches(lambda index: None, None)
 def pass_of(data: Any, number: int = 0) -> Any:
     """Returns the dataset for pass `number`, counting from 0, with the options of the original dataset.
 
-    Only results of `batched` and Hugging Face `IterableDataset`s differ between passes. Other datasets are returned
-    unchanged.
+    Only two kinds of datasets differ from pass to pass: Hugging Face `IterableDataset`s, and the results of `batched`.
+    Other datasets are returned unchanged.
     """
     if isinstance(data, IndexedBatches):
         return data if data.make_pass is None else data.make_pass(number)
@@ -154,16 +154,16 @@ class Source:
     """Saves and restores the position of an iterator.
 
     Attributes:
-      kind: The kind of position, as in `DatasetPosition`. Empty if the position is unknown.
-      get: A function that returns the state of the iterator in encoded form. None if there is no state to read.
+      kind: The kind of position, as in `DatasetPosition`, or an empty string if the position is unknown.
+      get: A function that returns the state of the iterator in encoded form, or None if there is no state to read.
       go_to: A function that restores a saved state and returns the iterator to continue with.
       start: The encoded state before the first batch. It is an int if the state is the index of the next batch, and
         None if `get` must be called to read the state.
       problem: A message that explains why the state can't be saved and what to do, or None if there is no problem.
 
     Hooks:
-      read: Reads the current state. Called before the first batch is read, and later whenever a checkpoint may be saved
-        or, if `is_cheap`, after each batch that is read ahead.
+      read: Reads the current state. Called before the first batch is read (if `start` is None), and later whenever a
+        checkpoint may be saved. If `is_cheap` is True, also called after each batch that is read ahead.
     """
 
     kind: str
@@ -174,7 +174,7 @@ class Source:
 
     @property
     def is_cheap(self) -> bool:
-        """True if reading the state is fast enough to be done after each batch."""
+        """True if reading the state takes only microseconds, so that it can be read after each batch."""
         return self.kind in ("state", "state_dict")
 
     def read(self) -> Any:
@@ -230,7 +230,8 @@ class _TensorFlow(Source):
 class _Torch(Source):
     """The position in a PyTorch loader, whose batches depend on the random state at the start of the epoch.
 
-    If the loader has no `state_dict` method, a resumed run reads the epoch again from the start.
+    If the loader has no `state_dict` method, a resumed run reads the epoch again from the start and skips the
+    batches that were already used.
 
     Args:
       loader: The loader.
