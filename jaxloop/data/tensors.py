@@ -11,7 +11,9 @@ _NUMPY_ALONE = {np.ndarray}
 
 
 def library(value: Any) -> str | None:
-    """Returns "tensorflow" or "torch" if that library defines a value's class or one of its base classes, else None.
+    """Returns "tensorflow" for a value from TensorFlow, "torch" for a value from PyTorch, and None for other values.
+
+    A value is from a library if the library defines the class of the value or one of its base classes.
 
     >>> library(np.ones(2)) is None
     True

@@ -36,8 +36,8 @@ def initialize(
 
     If the first three arguments are not given, this function reads the environment variables JAXLOOP_COORDINATOR,
     JAXLOOP_NUM_PROCESSES and JAXLOOP_PROCESS_ID. If these variables are not set, the function detects jobs on SLURM,
-    Open MPI, Cloud TPUs and Kubernetes, as `jax.distributed.initialize` does. Open MPI 5 requires JAX 0.11.2 or newer,
-    and mpi4py. If no job is found, the program continues as a single process.
+    Open MPI, Cloud TPUs and Kubernetes, as `jax.distributed.initialize` does. Under Open MPI 5, this requires mpi4py
+    and JAX 0.11.2 or newer. If no job is found, the program continues as a single process.
 
     Afterwards, `jax.devices()` lists the devices of all processes. A process with an uncaught exception prints the
     exception and its process index, and exits immediately. The other processes detect this within `heartbeat_secs` and

@@ -80,7 +80,7 @@ def _checksum(text: str) -> int:
 
 
 def _without_addresses(text: str) -> str:
-    """Removes memory addresses from a text, because they differ between processes.
+    """Removes memory addresses from a string, because they differ between processes.
 
     For example, the default `repr` of an object contains its address.
     """
@@ -199,7 +199,7 @@ class Job:
 
     Attributes:
       is_shared: True if there are several processes.
-      requests: The signals received by this process.
+      requests: The `Interruptible` with the signals that this process has received.
 
     >>> job = Job(False)
     >>> job.any_stops(True), job.gather([1, 2]), job.is_first
@@ -270,7 +270,7 @@ class Job:
         return not self.is_shared or getattr(error, "_jaxloop_is_known_everywhere", False)
 
     def check_same(self, what: str, lines: Callable[[], Sequence[str]]) -> None:
-        """If there are several processes, passes `what` and the result of `lines` to the function `check_same`."""
+        """If there are several processes, passes `what` and the result of `lines()` to the function `check_same`."""
         if self.is_shared:
             check_same(what, lines())
 
