@@ -454,7 +454,7 @@ class JointReader:
         return self._pace.secs
 
     def begin(self, limit: float) -> None:
-        """Prepares for a loop that reads at most `limit` batches. Discards earlier votes and the signals in them."""
+        """Prepares for a loop that reads at most `limit` batches. Discards earlier votes and their signals."""
         self._agreed.clear()
         self._sent, self._left = None, limit
 
@@ -472,7 +472,9 @@ class JointReader:
         return self._own.take(), examples
 
     def _send(self, start: int) -> tuple[_Messages, int]:
-        """Sends this process's vote on the batches read ahead, from index `start` (earlier votes cover the others).
+        """Sends this process's vote on the batches read ahead, beginning with the batch at index `start`.
+
+        Earlier votes cover the batches before this index.
 
         Returns a pair `(votes, size)`. `votes` contains the votes of all processes, which need not have arrived yet.
         Each process's vote covers at most `size` batches.

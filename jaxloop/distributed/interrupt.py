@@ -83,12 +83,16 @@ class Interruptible:
 
     @property
     def outermost(self) -> "Interruptible":
-        """The outermost enclosing context, or this context if there is none. Its `signum` is the first signal."""
+        """The outermost enclosing context, or this context if there is none.
+
+        The `signum` of the outermost context is the number of the first signal that took effect. If only a stop request
+        took effect, `signum` is `STOP`.
+        """
         return self if self._outer is None else self._outer.outermost
 
     @property
     def signal_name(self) -> str | None:
-        """The name of the first signal or request, such as "Ctrl-C" or "a command", or None if there was none."""
+        """The name of the first signal or stop request: "Ctrl-C", "SIGTERM" or "a command"; None if there was none."""
         if self._outer is not None:
             return self._outer.signal_name
         names = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", STOP: "a command"}
@@ -132,7 +136,7 @@ class Interruptible:
 
     @property
     def to_confirm(self) -> int:
-        """The unconfirmed signal or pause request: the signal's number, 1 for a pause request, or 0 if there is none.
+        """The number of the unconfirmed signal, 1 for an unconfirmed pause request, or 0 if there is neither.
 
         This process has received the signal or request, but it takes effect only when `confirm` is called, once all
         processes know about it.
