@@ -238,7 +238,8 @@ class SafetensorsFile:
 
     Raises:
       FileNotFoundError: If the file doesn't exist.
-      ValueError: If the file is damaged.
+      ValueError: If the file is damaged or isn't a safetensors file, or if two tensors' names conflict because they
+        differ only in dots and slashes, or because one extends the other.
     """
 
     def __init__(self, path: epath.PathLike):

@@ -25,9 +25,9 @@ def batched(
 ) -> IndexedBatches:
     """Returns a dataset that groups examples into batches. A resumed run jumps directly to its position in the dataset.
 
-    Epochs follow each other without a gap: a batch can contain the last examples of one epoch and the first examples of
-    the next. Each epoch contains every example exactly once. In each pass over the dataset, only the last batch can be
-    short.
+    Within a pass over the dataset, epochs follow each other without a gap: a batch can contain the last examples of one
+    epoch and the first examples of the next. Only the last batch of a pass can be short. Each epoch contains every
+    example exactly once, unless `drop_remainder` drops some of them.
 
     >>> rows = {"x": np.arange(5), "y": np.arange(5) ** 2}
     >>> [batch["x"].tolist() for batch in batched(rows, 3, num_epochs=2)]
