@@ -1,4 +1,4 @@
-"""Functions that convert trees to a form that Orbax can store, and that match saved leaves to the leaves of a tree.
+"""Functions that convert trees to a form supported by Orbax and match saved leaves to the leaves of a tree.
 
 A leaf is identified by its path, such as `params/Dense_0/kernel`.
 """

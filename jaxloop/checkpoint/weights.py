@@ -238,8 +238,8 @@ class SafetensorsFile:
 
     Raises:
       FileNotFoundError: If the file doesn't exist.
-      ValueError: If the file is damaged or isn't a safetensors file, or if two tensors' names conflict because they
-        differ only in dots and slashes, or because one extends the other.
+      ValueError: If the file is damaged or isn't a safetensors file, or if the paths of two tensors are the same or
+        conflict, as `a` and `a/b` do.
     """
 
     def __init__(self, path: epath.PathLike):

@@ -161,8 +161,8 @@ def shard_for_process(data: Any, *, process_index: int | None = None, process_co
     examples regardless of the number of processes. A run can therefore resume with a different number of processes.
 
     - From a dataset of examples (a Grain `MapDataset` or a `tf.data.Dataset`), each of n processes reads every n-th
-      example, beginning at its process index. Call this function before you batch the dataset (and, with tf.data,
-      before you shuffle it), and then use the per-process batch size.
+      example, beginning with the example whose index is the process index. Call this function before you batch the
+      dataset (and, with tf.data, before you shuffle it), and then use the per-process batch size.
     - From a dataset of batches (a list, a tuple, or the result of `from_index`), each process reads its share of the
       rows in every batch.
 

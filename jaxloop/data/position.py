@@ -79,7 +79,8 @@ class DatasetPosition:
 
         Args:
           arrays: A dict that receives byte strings longer than 1 KiB as named uint8 arrays, to keep them out of the
-            JSON. For example, the checkpoint of a tf.data iterator with a shuffle buffer takes up megabytes.
+            JSON. For example, the checkpoint of a tf.data iterator with a shuffle buffer takes up megabytes. If
+            `arrays` is None, all byte strings are part of the JSON.
         """
 
         def extract(leaf: Any) -> Any:
@@ -355,7 +356,11 @@ def skip_to(iterator: PositionedIterator, count: int) -> None:
 
 
 def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises: bool) -> None:
-    """Checks that the next batch has the saved fingerprint. If not, raises an error or logs a warning."""
+    """Checks that the next batch has the saved fingerprint.
+
+    If the fingerprints differ, raises an error if `raises` is True, and otherwise logs a warning. If the position is a
+    number of batches, a different batch size always raises an error.
+    """
     try:
         now = fingerprint(iterator.peek())
     except StopIteration:

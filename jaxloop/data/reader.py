@@ -101,10 +101,7 @@ def _raise(error: Exception) -> types.Batch:
 
 
 def _marked(source: Source, marks: deque[tuple[int, Any]], batch: types.Batch, count: int) -> types.Batch:
-    """Stores the source's current state as the mark after `count` batches, and returns `batch`.
-
-    Doesn't store the state if reading it takes more than a few microseconds.
-    """
+    """Stores the source's current state as the mark after `count` batches, if `source.is_cheap`. Returns `batch`."""
     if source.is_cheap and (state := source.read()) is not None:
         marks.append((count, state))
     return batch

@@ -174,7 +174,7 @@ class Source:
 
     @property
     def is_cheap(self) -> bool:
-        """True if reading the state takes only microseconds, so that it can be read after each batch."""
+        """True if the state can be read after each batch, because reading it takes only microseconds."""
         return self.kind in ("state", "state_dict")
 
     def read(self) -> Any:
@@ -230,8 +230,8 @@ class _TensorFlow(Source):
 class _Torch(Source):
     """The position in a PyTorch loader, whose batches depend on the random state at the start of the epoch.
 
-    If the loader has no `state_dict` method, a resumed run reads the epoch again from the start and skips the
-    batches that were already used.
+    If the loader has no `state_dict` method, a resumed run reads the epoch again from the start and skips the batches
+    that were already used.
 
     Args:
       loader: The loader.

@@ -447,7 +447,7 @@ class JointReader:
 
     @property
     def secs(self) -> float:
-        """The training time, in seconds, that all processes share as their clock.
+        """The training time, in seconds, on which all processes agree.
 
         This is the first process's training time when it sent the latest vote.
         """
