@@ -44,7 +44,7 @@ class Moment(NamedTuple):
       state: The train state. The next step donates it.
       now: The run's progress.
       outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives the outputs of all
-        steps since its last call. It also receives statistics, unless it adds a row to the history. None if the item is
+        steps since its last call. It also receives statistics, unless it adds a row to the history. `outputs` is None for
         a begin action of a loop.
       spent: The time spent since the item's last call.
     """
@@ -119,7 +119,7 @@ class Item:
         self.spent: Spent = spent
 
     def mark(self, now: Elapsed, spent: Spent, cursor: int) -> None:
-        """Records that the item was called."""
+        """Records that the item was called and has read all outputs before the position `cursor`."""
         self.called_at, self.is_requested, self.spent = now.steps, False, spent
         self.cursor, self.unread = cursor, None
 
@@ -185,7 +185,7 @@ class Item:
         """Restores the item from the result of `state_dict`."""
 
     def saved(self, encode: Callable[[LoopOutputs], Any]) -> dict[str, Any]:
-        """Returns the item's entry in a checkpoint, which includes the item's state, as a dict of JSON values.
+        """Returns the item's entry in a checkpoint: a dict of JSON values that includes the item's state.
 
         Args:
           encode: A function that encodes outputs as JSON values.
@@ -294,7 +294,7 @@ class Agenda:
         return [item for item in self.items if item.rank > Rank.ELSEWHERE]
 
     def goal(self, now: Elapsed, stop: Schedule | None) -> Goal:
-        """Returns the next points in the run at which an item may be due or `stop` may end the run; see `Goal`."""
+        """Returns the `Goal`: the next points at which an item may be due or the schedule `stop` may end the run."""
         intervals = [interval for item in self.called_here if (interval := item.interval) is not None]
         return goal_of(intervals if stop is None else [*intervals, stop], now)
 
