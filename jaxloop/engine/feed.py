@@ -96,7 +96,7 @@ class Feed(Iterator[types.Batch]):
         return counted
 
     def reader(self) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. The function stays valid until another method is called."""
+        """Returns a function that reads the next batch. It is valid until another method of the feed is called."""
         return self._read if not self.ahead and self._error is None else self.__next__
 
     def __next__(self) -> types.Batch:
