@@ -44,8 +44,8 @@ class Moment(NamedTuple):
       state: The train state. The next step donates it.
       now: The run's progress.
       outputs: The outputs that the item reads; see `Item`. An item that reads all outputs receives the outputs of all
-        steps since its last call. It also receives statistics, unless it adds a row to the history. `outputs` is None for
-        a begin action of a loop.
+        steps since its last call. It also receives statistics, unless it adds a row to the history. `outputs` is
+        None for a begin action of a loop.
       spent: The time spent since the item's last call.
     """
 

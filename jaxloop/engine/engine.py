@@ -109,8 +109,8 @@ class Engine:
         Args:
           state: The state.
           data: A function that returns the data for the next loop.
-          steps: A function that returns the number of steps in the next loop. The function returns None if the loop uses
-            all of the data.
+          steps: A function that returns the number of steps in the next loop. The function returns None if the loop
+            uses all of the data.
           trains: Whether the loops train rather than evaluate.
 
         Returns:

@@ -96,7 +96,7 @@ class Feed(Iterator[types.Batch]):
         return counted
 
     def reader(self) -> Callable[[], types.Batch]:
-        """Returns a function that reads the next batch. It is valid until another method of the feed is called."""
+        """Returns a function that reads the next batch. Calling another method of the feed invalidates the function."""
         return self._read if not self.ahead and self._error is None else self.__next__
 
     def __next__(self) -> types.Batch:
@@ -159,7 +159,8 @@ class Source(NamedTuple):
       mark: Called before batches are read ahead, to mark the current position in the data.
       consumed: Called whenever batches may have been used or read ahead. Receives the number of batches that have been
         read but not used yet.
-      observers: Called with each batch, before the batch's step or, if several steps are fused, after their dispatch.
+      observers: Functions to call with each batch. They are called before the batch's step or, if several steps are
+        fused, after the dispatch of these steps.
     """
 
     next_pass: Callable[[], bool] = lambda: False
@@ -192,7 +193,8 @@ class LoopData:
     def begin(self, dataset: Iterator[types.Batch], num_batches: int | None, *, evaluates: bool) -> None:
         """Prepares to read a loop's batches from an iterator.
 
-        If the previous loop read from the same iterator, its feed is reused, so that batches read ahead aren't lost.
+        If the previous loop read from the same iterator, that loop's feed is reused, so that batches that were read
+        ahead aren't lost.
 
         Args:
           dataset: The iterator.

@@ -72,7 +72,8 @@ class Pending:
 
         Args:
           sums: In a resumed run, the `clu.metrics` states merged since the last cut.
-          names: In a resumed run, the names of outputs that are already known.
+          names: In a resumed run, `{STOP_LOOP}` if a step returned an output of that name before the resume. Otherwise
+            None.
         """
         self.newest: list[types.Output | Block] = []
         self.names: set[str] | None = names
@@ -429,7 +430,7 @@ class Outputs:
 def rows_of(groups: Iterable[tuple[dict[str, Any] | None, int]]) -> list[types.Output]:
     """Splits groups of outputs (see `Chunk`) into a list with one element per step.
 
-    The element is a dict, or None if the step returned no outputs. The outputs must already be on the host.
+    Each element is a dict, or None if the step returned no outputs. The outputs must already be on the host.
     """
     rows: list[types.Output] = []
     for columns, number in groups:
