@@ -204,7 +204,10 @@ class Program:
         return carry, batch, num_examples
 
     def run_fused(self, ran: Ran, feed: Feed, size: int) -> bool:
-        """Runs `size` steps in one dispatch and returns True. Returns False if the steps must run one at a time."""
+        """Runs `size` steps in one dispatch and returns True.
+
+        If the steps must run one at a time, runs none of them and returns False.
+        """
         if self._has_failed:
             return False
         began = timing.clock()

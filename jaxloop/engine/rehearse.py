@@ -88,13 +88,13 @@ class Course:
 
     Attributes:
       plan: The plan of the run.
-      epochs: The number of epochs, or None if the data is read once.
+      epochs: The number of epochs, or None if the data is read only once.
       batches_in_pass: The number of batches in an epoch, or None if it is unknown.
       rows: The number of examples in a batch.
       updates: The number of optimizer updates per batch.
       start: The run's progress when it begins or resumes.
       passes: The number of epochs completed before `start`.
-      batches: The number of batches of the current epoch that were used before `start`.
+      batches: The number of batches used before `start` in the epoch that is in progress at `start`.
       has_stopped: True if the run was asked to stop before `start`.
       most_moments: The maximum number of points in the run at which to check whether an item is due.
     """
@@ -111,14 +111,18 @@ class Course:
     most_moments: int = 5_000
 
     def end_of_pass(self, number: int) -> int:
-        """Returns the step at which an epoch ends. `number` is 1 for the epoch that is in progress at `start`."""
+        """Returns the step at which an epoch ends, or `END` if the length of an epoch is unknown.
+
+        Args:
+          number: The number of the epoch: 1 for the epoch that is in progress at `start`.
+        """
         if self.batches_in_pass is None:
             return END
         return self.start.steps + (number * self.batches_in_pass - self.batches) * self.updates
 
     @functools.cached_property
     def end(self) -> int:
-        """The step at which the run ends, assuming that there is enough data for `plan.total` steps."""
+        """The step at which the run ends. If `epochs` is None, assumes that the data suffices for `plan.total` steps."""
         if self.has_stopped:
             return self.start.steps
         total, epochs = self.plan.total, self.epochs
@@ -142,7 +146,7 @@ class Course:
 
     @property
     def is_one_loop(self) -> bool:
-        """True if the run is a single loop of several steps."""
+        """True if the run starts at step 0 and is a single loop, unless this loop is known to have only one batch."""
         is_new = self.start.steps == 0 and self.batches_of_longest_loop != 1
         return is_new and not self.loops.rest and len(self.loops.moments) == 1
 
@@ -178,7 +182,7 @@ class Course:
         """Returns the predicted calls to an action of an eval loop.
 
         Args:
-          interval: The interval of the action. An int counts evaluations.
+          interval: The interval of the action. An int is a number of evaluations.
           evaluated: The predicted calls to the evaluation.
         """
         if self.start.steps:  # Earlier evaluations count, too.
@@ -212,7 +216,7 @@ class Course:
     def _moments(self, interval: int | Schedule, end: int) -> Moments:
         """Yields the moments at which the engine checks whether an item with the given interval is due.
 
-        Assumes that the training time stays the same.
+        Assumes that the training time doesn't advance: every moment has the training time of `start`.
         """
         now, updates, rows = dataclasses.replace(self.start, previous=self.start), self.updates, self.rows
         length, origin = self.plan.loop_steps or END, 0
