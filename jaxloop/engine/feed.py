@@ -87,9 +87,9 @@ class Feed(Iterator[types.Batch]):
         return batch
 
     def count(self, number: int) -> list[int]:
-        """Returns the number of examples in each of the first `number` batches taken from the feed since the last call.
+        """Returns the number of examples in each of the first `number` batches taken since the last call to `count`.
 
-        If more than `number` batches were taken, the numbers of examples in the others are discarded.
+        If more than `number` batches were taken, the numbers for the excess batches are discarded.
         """
         counted = self.examples[:number]
         del self.examples[: len(self.examples) - len(self.ahead)]

@@ -56,7 +56,7 @@ class Pending:
       stopwatch: The stopwatch that tracks how the time is spent.
 
     Attributes:
-      newest: The outputs of the latest steps, which are not in the queue yet. Programs append to this list.
+      newest: A list of outputs that have not been moved to the queue yet. Programs append to this list.
       in_flight: The dispatches that the devices may not have completed yet.
       num_steps: The number of steps whose outputs haven't been taken yet.
       names: The names of all outputs so far, or None before the first step.

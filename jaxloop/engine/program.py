@@ -188,7 +188,7 @@ class Program:
         return self._evaluates or bool(self._own_hooks)
 
     def _prepare(self, carry: Any, batch: types.Batch) -> tuple[Any, types.Batch, int]:
-        """Passes a batch through the step's hooks that come before its `run` hook, and counts the batch's examples."""
+        """Passes a batch through the hooks that precede the step's `run` hook, and counts the batch's examples."""
         runner = self._runner
         if "begin" in self._own_hooks and (ready := runner.ready_batch(batch)) is not None:
             return carry, *ready
@@ -304,7 +304,13 @@ class InFlight:
         self.chunk: int = min(CHUNK_SIZE, -(-limit // 2))
 
     def add(self, outputs: types.Output, num_steps: int, state: Any) -> None:
-        """Adds a dispatch, and waits if the host is too far ahead. `state` is the state after the dispatch."""
+        """Adds a dispatch, and waits if the host is too far ahead of the devices.
+
+        Args:
+          outputs: The outputs of the dispatched steps.
+          num_steps: The number of steps in the dispatch.
+          state: The state after the dispatch.
+        """
         arrays = [leaf for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
         self._markers.append((arrays[0] if arrays else None, num_steps))
         self._num_steps += num_steps

@@ -122,7 +122,7 @@ class Course:
 
     @functools.cached_property
     def end(self) -> int:
-        """The step at which the run ends. If `epochs` is None, assumes that the data suffices for `plan.total` steps."""
+        """The step at which the run ends. If `epochs` is None, assumes that there is data for `plan.total` steps."""
         if self.has_stopped:
             return self.start.steps
         total, epochs = self.plan.total, self.epochs

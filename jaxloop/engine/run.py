@@ -237,8 +237,8 @@ class Steps:
     def __call__(self, num_batches: int | None) -> None:
         """Runs at most `num_batches` steps. If `num_batches` is None, the number of steps is not limited.
 
-        Stops early when a loop ends (unless nothing has to be called at its end), when the data ends, after a signal, or
-        when an item asks the run to stop.
+        Stops early when the data ends, after a signal, or when an item asks the run to stop. Also stops at the end of a
+        loop, unless nothing has to be called there.
         """
         run, updates, loop_steps = self._run, self._call.updates, self._plan.loop_steps
         left = NEVER[0] if num_batches is None else num_batches
