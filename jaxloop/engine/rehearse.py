@@ -146,7 +146,7 @@ class Course:
 
     @property
     def is_one_loop(self) -> bool:
-        """True if the run starts at step 0 and is a single loop, unless this loop is known to have only one batch."""
+        """True if the run starts at step 0 and is a single loop that isn't known to have only one batch."""
         is_new = self.start.steps == 0 and self.batches_of_longest_loop != 1
         return is_new and not self.loops.rest and len(self.loops.moments) == 1
 

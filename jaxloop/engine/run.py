@@ -260,7 +260,7 @@ class Steps:
         return self._run.agenda.goal(self._run.now, self._plan.stop) if self._call.updates else Goal()
 
     def _call_what_is_due(self, goal: Goal, left: int) -> Goal | None:
-        """Calls the items that are due after the latest steps.
+        """Calls the items that are due after the latest steps, unless the loop ends or is interrupted there.
 
         Returns the next `Goal`, or None if no more steps should run in the current call to `Steps`.
 
@@ -337,7 +337,8 @@ class Steps:
         """Returns the number of batches to process without a pause.
 
         This is the number of batches until the goal or the end of the loop, whichever comes first. The end of the loop
-        is ignored if the outputs are plain (see `Pending`) and nothing is scheduled by time.
+        is ignored if the outputs are plain (see `Pending`) and nothing is scheduled by time. In an evaluation, the
+        number is unlimited.
         """
         now, updates, loop_steps = self._run.now.steps, self._call.updates, self._plan.loop_steps
         if not updates:
