@@ -44,7 +44,8 @@ class Training:
       data: The training data.
       whole: Everything that a checkpoint contains in addition to the train state.
       context: Additional keyword arguments for actions.
-      has_begun: True once the run is about to run its first step. False again when a detour begins.
+      has_begun: True from just before the first step of the run. False again when a detour (a return to an earlier
+        checkpoint) begins.
       between_loops: The newest state. None while the train loop is running, because the loop holds the state itself.
     """
 
@@ -63,7 +64,7 @@ class Training:
 
     @property
     def newest_state(self) -> Any:
-        """The state after the last completed step, or None if it was lost."""
+        """The state after the last completed step, or None if this state no longer exists."""
         return self.loop.rescued_state if self.between_loops is None else self.between_loops
 
     def __call__(
@@ -171,7 +172,7 @@ class Training:
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves all checkpoints of step `turn.first` and of later steps to `abandoned/`.
+        """Moves all checkpoints of step `turn.first` and of later steps to the `abandoned/` folders of their directories.
 
         Must not be called while a checkpoint is being saved.
 
@@ -221,10 +222,10 @@ class Training:
     # Resuming ------------------------------------------------------------------------------------
 
     def _resume(self, state: Any) -> tuple[Any, bool]:
-        """Resumes from the newest checkpoint, continues where the last call ended, or begins with the given state.
+        """Resumes from the newest checkpoint, continues where the last `OuterLoop` call ended, or begins with `state`.
 
-        Returns the state and a bool, which is True if the state came from a checkpoint that contains more than a train
-        state.
+        Returns a pair: the state to train from, and a bool, which is True if this state came from a checkpoint that
+        contains more than a train state.
         """
         loop, spec, saved = self.loop, self.experiment.checkpoint_spec, list[epath.Path]()
         step_num = 0 if self.data.left_out.detours else step_num_of(state) if hasattr(state, "step") else loop.step_num
@@ -256,10 +257,11 @@ class Training:
         return state, False
 
     def _begin(self, elapsed: Elapsed, restored: Collection[str] = ()) -> None:
-        """Sets the starting point of each part of the run that was not restored from a checkpoint.
+        """Sets the starting points of those parts of the run that were not restored from a checkpoint.
 
-        If loops have a fixed length, the number of completed loops is derived from the number of completed steps. The
-        number of completed evaluations is then derived from the number of completed loops.
+        If loops have a fixed length, the number of completed loops is derived from the number of completed steps.
+        Otherwise, it is taken from `elapsed`. If an evaluation's interval is a number of loops, the number of its
+        completed runs is derived from the number of completed loops. Otherwise, this number starts at 0.
 
         Args:
           elapsed: The progress at which the run starts.
@@ -321,7 +323,7 @@ def steps_of_next_loop(loop: ActionLoop) -> int | None:
 def ends_now(loop: ActionLoop) -> bool:
     """Returns True if the current loop ends without another step.
 
-    This is the case if the run was interrupted after the last step of the loop but before the loop ended.
+    This is the case in a resumed run that was interrupted after the last step of a loop but before that loop ended.
     """
     run, plan, now = loop.engine.run, loop.engine.plan, loop.engine.run.now
     return run.batches > 0 and (plan.ends_loop(now.steps) or now.steps == plan.total or run.agenda.wants_stop)

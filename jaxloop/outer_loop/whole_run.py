@@ -47,7 +47,7 @@ class WholeRun:
 
     Args:
       parts: The parts by name, in the order in which they are restored. The part "train" is the train loop. The JSON
-        values that its `state_dict` method returns contain the run's progress (`elapsed`) and the progress one step
+        values that its `state_dict` method returns contain the run's progress (`elapsed`) and the progress one batch
         earlier (`previous`).
       history: The history, which is added as the last part.
       job: The processes that train together.
@@ -74,7 +74,7 @@ class WholeRun:
         self._keys, self._transforms = encoding.encode_keys(keys), transforms
 
     def snapshot(self, *, in_moment: bool = False) -> dict[str, Any]:
-        """Returns the run's current state as keyword arguments for `CheckpointAction.save`.
+        """Returns the current contents of all parts as keyword arguments for `CheckpointAction.save`.
 
         `in_moment` is True if there may be agenda items that are due at the current step but haven't been called yet.
         """
@@ -161,13 +161,13 @@ class Rows:
         return {"num_rows": len(self._history), "checksum": self._history.checksum()}, {}
 
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Keeps the number of rows and the checksum from the checkpoint for `drop_later`."""
+        """Stores the number of rows and the checksum that the checkpoint contains; `drop_later` uses them."""
         self._saved = {name: saved[name] for name in ("num_rows", "checksum")}
 
     def begin(self, step_num: int) -> None:
         """Prepares `drop_later` for a run that doesn't restore its history from a checkpoint.
 
-        If `step_num` is 0, `drop_later` will drop all rows.
+        If `step_num` is 0, `drop_later` will drop all rows. Otherwise, it will drop only the rows of later steps.
         """
         self._saved = {} if step_num else {"num_rows": 0}
 
@@ -185,9 +185,9 @@ class Rows:
 
 
 def saved_paths(directories: Sequence[epath.Path], job: agreement.Job) -> list[epath.Path]:
-    """Returns the paths of a run's checkpoints, after checking that they are the same in all processes.
+    """Returns the paths of a run's checkpoints, after checking that all processes find the same checkpoints.
 
-    If several processes train together, the first process quarantines damaged checkpoints before the check.
+    If several processes train together, the first process quarantines damaged checkpoints before this check.
     """
     if job.is_shared:
         if job.is_first:
@@ -223,7 +223,7 @@ def restore_newest(
 
 
 def check_keys(run: Mapping[str, Any], keys: Any, directory: epath.PathLike) -> None:
-    """Checks that the PRNG keys in a checkpoint's `run` item equal `keys`, which `encode_keys` has encoded.
+    """Checks that the PRNG keys in a checkpoint's `run` item equal `keys`. Both must be encoded with `encode_keys`.
 
     Raises:
       ValueError: If the checkpoint has different keys.
@@ -313,7 +313,8 @@ def end_all(ends: Iterable[tuple[str, Callable[[], Any]]], *, raises: bool) -> N
 
     Args:
       ends: Pairs `(name, function)`. The names are used in error messages.
-      raises: Whether to raise the first error after all functions have been called.
+      raises: Whether to raise an error once all functions have been called. If several functions have failed, the first
+        error is raised.
     """
     errors = []
     for name, end in ends:
