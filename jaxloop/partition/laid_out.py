@@ -34,7 +34,7 @@ class _LaidOutPartitioner(MeshPartitioner):
     def sharding(self) -> Any:
         """A pytree of `NamedSharding`s with the structure of the state.
 
-        Available once a state has been initialized with this partitioner. Before that, raises a `ValueError`.
+        Available once a state has been initialized with this partitioner. Before that, this property raises a `ValueError`.
         """
         if self._sharding is None:
             raise ValueError(
@@ -92,7 +92,7 @@ class _LeafPartitioner(_LaidOutPartitioner):
     def _spec_of(self, path: str, leaf: Any) -> PartitionSpec:
         """Returns the `PartitionSpec` of the leaf at a path in the state.
 
-        `leaf` is an array or its `jax.ShapeDtypeStruct`.
+        `leaf` is the leaf itself, or a `jax.ShapeDtypeStruct` that describes it.
         """
 
     def _tracing(self):
@@ -327,7 +327,7 @@ def _is_box(leaf: Any) -> bool:
 def _unboxing(init_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls `init_fn` and removes Linen's partitioning annotations from the result.
 
-    Axis names in the annotations are ignored, so they don't have to be axes of the mesh.
+    The axis names in the annotations are ignored, so they don't have to be names of mesh axes.
     """
     value = lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else nn.meta.unbox(leaf)
     return lambda *args, **kwargs: jax.tree.map(value, init_fn(*args, **kwargs), is_leaf=_is_box)

@@ -87,7 +87,7 @@ class MeshPartitioner(Partitioner):
         """Splits a batch along its leading axis over `data_axis`. Scalars are replicated.
 
         Raises:
-          ValueError: If the rows of a leaf can't be divided evenly among the devices along `data_axis`.
+          ValueError: If the number of rows of a leaf isn't divisible by `local_shards`.
         """
         return self._shard(batch, axis=0)
 

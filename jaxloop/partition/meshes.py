@@ -101,8 +101,8 @@ def constrain(value: jax.Array, *axes: Any) -> jax.Array:
 
     Args:
       value: The array to constrain.
-      *axes: One value for each leading axis of the array. A value is the name of a mesh axis, a tuple of such names,
-        or None if the axis isn't split. Names that aren't in the mesh are ignored.
+      *axes: One argument for each leading axis of the array: the name of a mesh axis, a tuple of such names, or None
+        if the axis isn't split. Names that aren't in the mesh are ignored.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
