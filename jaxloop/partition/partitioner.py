@@ -58,7 +58,7 @@ class Partitioner(abc.ABC):
 
     @property
     def shards(self) -> int:
-        """The number of parts into which a batch is split along the data axis."""
+        """The number of parts into which a batch is split: the size of the data axis, or 1 if there is none."""
         return 1 if self.mesh is None or self.data_axis is None else self.mesh.shape[self.data_axis]
 
     @property
@@ -77,12 +77,12 @@ class Partitioner(abc.ABC):
 
     @abc.abstractmethod
     def shard_batch(self, batch: types.Batch) -> types.Batch:
-        """Places all rows of a host batch on the devices."""
+        """Places a host batch on the devices, or returns it unchanged if `places_batches` is False."""
 
     def shard_short_batch(self, batch: types.Batch) -> types.Batch:
         """Places an evaluation batch on the devices. By default, calls `shard_batch`.
 
-        In a single-process job, mesh partitioners replicate a batch whose size isn't divisible by `shards`.
+        In a single-process job, mesh partitioners replicate a batch if its number of rows isn't divisible by `shards`.
         """
         return self.shard_batch(batch)
 
@@ -129,9 +129,9 @@ class Partitioner(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} needs moved_to(devices) for check(topology=...).")
 
     def layout_of(self, state: Any) -> Any:
-        """Returns a pytree of `jax.ShapeDtypeStruct`s with the shapes of a state and this partitioner's shardings.
+        """Returns a pytree of `jax.ShapeDtypeStruct`s that describe a state as placed by this partitioner.
 
-        It doesn't matter where the state itself is placed.
+        The shapes and dtypes are those of the given state, which may be on any devices.
         """
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.map(place, state, self.shardings_of(state))

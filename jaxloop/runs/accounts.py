@@ -41,13 +41,13 @@ class Goodput:
     total             100.0%  1 min 40 s  1 start
 
     Attributes:
-      parts: The seconds spent on each part. `productive`: dispatching new steps, and waiting for the devices to run
-        them. `repeated`: running steps again because the run resumed from an earlier checkpoint. `compiling`: tracing
-        and compiling the train step. `data`: waiting for the next batch. `actions`: actions other than saving
-        checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: the time for which checkpoint
-        saves blocked the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to its call to
-        the `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process; if a process
-        is killed, this includes the time between its last log line and its end. `unknown`: anything else.
+      parts: A dict from the name of each part to its time in seconds. `productive`: dispatching new steps, and waiting
+        for the devices to run them. `repeated`: running steps again because the run resumed from an earlier checkpoint.
+        `compiling`: tracing and compiling the train step. `data`: waiting for the next batch. `actions`: actions other
+        than saving checkpoints. `evals`: evaluations, including their compilation. `checkpoints`: the time for which
+        checkpoint saves blocked the loop. `restores`: restoring checkpoints. `startup`: from the start of a process to
+        its call to the `OuterLoop`. `downtime`: from the last log line of a process to the start of the next process;
+        if a process is killed, this includes the time between its last log line and its end. `unknown`: anything else.
       steps: The number of updates between the first start and the last log line, not counting repeated updates.
       repeated_steps: The number of updates that were repeated after they had been logged.
       starts: The number of calls to the `OuterLoop`, plus the number of detours (returns to an earlier checkpoint).
@@ -95,7 +95,7 @@ def goodput(workdir: epath.PathLike) -> Goodput:
 
 
 def of_attempts(attempts: list[run_log.Attempt]) -> Goodput:
-    """Returns a breakdown of a run's wall time. `attempts` describes each start of the run, in chronological order."""
+    """Returns a breakdown of a run's wall time. `attempts` contains a record of each start, oldest first."""
     parts = dict.fromkeys(_PARTS, 0.0)
     most, repeated_steps, first, end = 0, 0, None, None
     for attempt in attempts:
