@@ -245,12 +245,12 @@ class Commands(Item):
         self._experiment.history.commit(now, {"command": command})
 
     def _change(self, name: str, number: int | None) -> Item:
-        """Makes the item that a command names due every `number` steps and at the end of the run.
+        """Makes an item due every `number` steps and at the end of the run. `name` is the name of the command.
 
-        Returns the item, so that the caller can also request that the item is called at the current step.
+        Returns the item, so that the caller can also request that the item be called at the current step.
 
         Raises:
-          ValueError: If there is no such item, or if the command has no number.
+          ValueError: If no item belongs to the command `name`, or if `number` is None.
         """
         items = self._items()
         if name not in items or number is None:

@@ -94,8 +94,8 @@ def _best(workdir: epath.PathLike, monitor: Monitor) -> tuple[float | None, int 
     """Returns a tuple `(best, step, std)` for a metric in a run.
 
     `best` is the best finite value of the metric, and `step` is the first step at which the metric had this value.
-    `std` is the standard deviation of the metric over the members of an ensemble at that step. Values that don't exist
-    are None.
+    `std` is the standard deviation of the metric over the members of an ensemble at that step, or None without an
+    ensemble. All three are None if the metric was never finite.
     """
     name, sign = monitor.name.replace("/", "."), -1.0 if monitor.mode == "max" else 1.0
     history = run_log.read_history(workdir)

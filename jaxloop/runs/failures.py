@@ -38,11 +38,12 @@ class Failures(Extension):
     """Records a failed step in `<workdir>/failures/<step>`. A note on the error explains how to replay the step.
 
     The directory contains the batch of the failed step, the PRNG keys, and the state before the step. If that state no
-    longer exists or is already in a checkpoint, the directory instead contains the path of the newest checkpoint before
-    the step and the batches since that checkpoint. Only the most recent batches are stored: up to 128 batches and 64
-    MiB. The five newest records are kept. Errors that occur while recording are logged rather than raised. A
-    multi-process job doesn't record anything, because no process has the whole batch. A failure before the train loop
-    has completed its first step isn't recorded either.
+    longer exists or is already in a checkpoint, the directory doesn't contain it. Instead, the directory contains the
+    path of the newest checkpoint before the step and the batches since that checkpoint. If there is no such checkpoint,
+    the directory contains the batches since the `OuterLoop` was called. Only the most recent batches are stored: up to
+    128 batches and 64 MiB. The five newest records are kept. Errors that occur while recording are logged rather than
+    raised. A multi-process job doesn't record anything, because no process has the whole batch. A failure before the
+    train loop has completed its first step isn't recorded either.
     """
 
     name = "failures"
@@ -168,10 +169,10 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
       path: The directory `<workdir>/failures/<step>` of a record, or a work directory. In a work directory, the most
         recent record is replayed.
       step: The run's `Step` object, or one created in the same way.
-      state: A state with the same structure as the run's state. It is not donated. If it is more recent than the
-        recorded state, and the record contains the batches of all steps after it, the replay starts from the given
-        state. Otherwise, the given state serves only as a template for restoring the recorded state. If None, a newly
-        created state is used, which requires that `step.initialize_model` has been called.
+      state: A state with the same structure as the run's state. It is not donated. The replay starts from the given
+        state if it is more recent than the recorded state, and the record contains the batches of all steps after the
+        given state. Otherwise, the given state serves only as a template for restoring the recorded state. If None, a
+        newly created state is used, which requires that `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
         may differ in the last bits. If earlier steps must be replayed first, they are compiled; `run` is then
         traced before it is called eagerly.
@@ -237,8 +238,8 @@ def _state_before(
 ) -> Any:
     """Returns the state from which to start the replay, and the step number of that state.
 
-    If `state` is more recent than the recorded state, and the record contains the batches of all steps after it,
-    returns a copy of `state`. Otherwise, restores the recorded state, with `state` as the template.
+    Returns a copy of `state` if it is more recent than the recorded state, and `batches` contains the batches of all
+    steps after `state`. Otherwise, restores the recorded state, with `state` as the template.
 
     Raises:
       FileNotFoundError: If the checkpoint to which the record refers doesn't exist.

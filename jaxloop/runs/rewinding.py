@@ -139,7 +139,7 @@ def rewind(
 
 
 def _next_batch(loop: ActionLoop, data: TrainingData) -> types.Batch:
-    """Returns the batch of the next step, or None at the end of the data. Begins a new epoch if necessary."""
+    """Returns the batch for the next step, or None at the end of the data. Begins a new epoch if necessary."""
     for _ in range(2):
         with contextlib.suppress(StopIteration):
             return None if data.source is None else loop.engine.data.next_batch(data.source)
@@ -192,7 +192,7 @@ def _initial_step(given: Any, before: int, places: Iterable[epath.Path]) -> int:
 def _muted(loop: Any, row: Recorder) -> Iterator[None]:
     """Returns a context manager that disables all actions of a loop and of the loop's step.
 
-    Only `row`, which adds rows to the history, is still called.
+    The recorder `row`, which adds rows to the history, is still called.
     """
     engine, runner = loop.engine, loop.step._runner
     of_loop, of_step = engine.actions, runner.action_lists
@@ -205,7 +205,9 @@ def _muted(loop: Any, row: Recorder) -> Iterator[None]:
 
 
 def _verified(rows: Iterable[Row], past: History) -> int:
-    """Compares the train metrics of rows with those in `past` for the same steps. Returns the number of rows compared.
+    """Compares the train metrics of each row in `rows` with those of the row in `past` that covers the same steps.
+
+    Returns the number of rows compared. Rows without such a row in `past` are skipped.
 
     Raises:
       RuntimeError: If a value differs.

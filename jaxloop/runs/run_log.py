@@ -36,9 +36,9 @@ _has_claimed_start = False  # True once a run has counted the time since this pr
 class RunLog(Extension):
     """Writes the run log of an `OuterLoop` with a train loop and a local work directory.
 
-    Each time the run starts, one line is added immediately, and a second one once the step at which training starts or
-    resumes is known. After that, at most one line is added per second, and a last one when the run ends. If a run is
-    killed, its last line shows the run's last known progress.
+    Each time the run starts, one line is added immediately. A second line is added once the step at which training
+    starts or resumes is known. After that, at most one line per second is added. When the run ends, a last line is
+    added. If a run is killed, its last line shows the run's last known progress.
 
     The log never stops a run: if it can't be written, a single warning is logged, and the run continues without a log.
 
@@ -225,8 +225,8 @@ def _commit() -> dict[str, str]:
 def _started_at(now: float) -> float:
     """Returns the time to record as the start of this process, in seconds since the Unix epoch.
 
-    For the first run in a process, this is the time at which the process started. The result is `now` for later runs in
-    the process. It is also `now` in an interactive session or a notebook, and if the system doesn't report the time.
+    For the first run in a process, this is the time at which the process started. For later runs in the process, in an
+    interactive session or a notebook, or if the system doesn't report the start time, the result is `now`.
     """
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True
