@@ -57,7 +57,7 @@ class Watchdog(Extension):
     >>> state, _ = outer_loop(state, batches)
 
     Args:
-      step_secs: The maximum time, in seconds, in which no train step is dispatched or completed.
+      step_secs: The maximum time, in seconds, that may pass until the next train step is dispatched or completed.
       startup_secs: The limit, in seconds, that applies instead of `step_secs` until the first step of an `OuterLoop`
         call has been completed, and again whenever `run` is recompiled, until the next step has been completed. Waiting
         for processes that are still compiling counts toward this limit.
@@ -200,7 +200,7 @@ class _Watching(threading.Thread):
         return path
 
     def _collect(self, folder: epath.Path, number: int, place: str) -> str:
-        """Waits a few seconds for the other processes' reports. Returns a sentence about what each process is doing."""
+        """Waits up to a few seconds for other processes' reports. Returns a sentence on what each process is doing."""
         count, places, deadline = distributed.place()[1], {number: place}, time.monotonic() + _COLLECT_SECS
         while len(places) < count and time.monotonic() < deadline:
             time.sleep(0.05)
