@@ -172,7 +172,7 @@ class Training:
         self.loop.engine.outcome.failure = Failure()  # The old one refers to the state, which takes up memory.
 
     def abandon_checkpoints(self, turn: types.TurnBack) -> None:
-        """Moves all checkpoints of step `turn.first` and of later steps to the `abandoned/` folders of their directories.
+        """Moves all checkpoints of step `turn.first` and of later steps to `abandoned/` in their directories.
 
         Must not be called while a checkpoint is being saved.
 

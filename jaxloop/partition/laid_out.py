@@ -23,7 +23,8 @@ from jaxloop.types import nnx
 class _LaidOutPartitioner(MeshPartitioner):
     """The base class of partitioners that store a layout: a pytree with the sharding of each leaf of the state.
 
-    The layout is known once a state has been initialized with the partitioner.
+    The layout is known once a state has been initialized with the partitioner. A `_LeafPartitioner` also determines it
+    when it places a state.
     """
 
     def __init__(self, mesh: Mesh, data_axis: str):
@@ -34,7 +35,7 @@ class _LaidOutPartitioner(MeshPartitioner):
     def sharding(self) -> Any:
         """A pytree of `NamedSharding`s with the structure of the state.
 
-        Available once a state has been initialized with this partitioner. Before that, this property raises a `ValueError`.
+        Reading this property raises a `ValueError` until a state has been initialized with this partitioner.
         """
         if self._sharding is None:
             raise ValueError(

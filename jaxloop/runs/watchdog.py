@@ -47,8 +47,8 @@ class Watchdog(Extension):
     If a run hangs, each of its processes writes `<workdir>/failures/hang-<step>/process-<n>.txt`, which describes what
     the process is doing and contains the stacks of all threads. The first process logs a one-line summary, such as
     "process 1 is waiting for data after step 5,112, in Images.__getitem__; process 0 is waiting for the other
-    processes". All processes exit with code 75, so that a scheduler restarts them. The run then resumes from its newest
-    checkpoint. A separate thread checks for progress about once per second, so the steps aren't slowed down.
+    processes". All processes exit with code 75, so that a scheduler can restart them. The run then resumes from its
+    newest checkpoint. A separate thread checks for progress about once per second, so the steps aren't slowed down.
 
     >>> import jaxloop
     >>> from jaxloop import examples
