@@ -44,7 +44,8 @@ class Answer:
     Attributes:
       id: The name of the command's file, without the suffix.
       command: The command, such as "save".
-      step: The number of updates that had been completed when the command was executed or rejected.
+      step: The number of updates that had been completed when the command was executed or rejected. 0 if the command
+        was not given during a run.
       error: The reason why the command was rejected, or None if it was executed.
     """
 
@@ -63,8 +64,9 @@ def tell(workdir: epath.PathLike, command: str, wait_secs: float = 30.0) -> Answ
 
     - `save`: saves a checkpoint.
     - `stop`: saves a checkpoint and ends the run, like Ctrl-C.
-    - `log_every=10`: adds a row to the history now and every 10 steps.
-    - `summary.interval=100`: calls an end action of the train loop (here, the `SummaryAction`) now and every 100 steps.
+    - `log_every=10`: adds a row to the history now, every 10 steps and at the end of the run.
+    - `summary.interval=100`: calls an end action of the train loop (here, the `SummaryAction`) now, every 100 steps and
+      at the end of the run.
 
     Actions are named after their classes: `summary_2` is the second `SummaryAction`.
 
@@ -137,8 +139,9 @@ class Tell(Extension):
 
     Once per second, and at every log point, the first process looks for files in `<workdir>/commands`. If there are
     any, all processes pause at the same step, after the current dispatch. The first process reads the files. All
-    processes then execute the commands in the order of the file names and save a checkpoint. The answer to each command
-    is appended to `<workdir>/commands.jsonl`. Malformed, oversized and non-regular files have no effect on the run.
+    processes then execute the commands in the order of the file names. If the train loop has a `CheckpointAction`, they
+    also save a checkpoint. The answer to each command is appended to `<workdir>/commands.jsonl`. Malformed, oversized
+    and non-regular files have no effect on the run.
     """
 
     name = "commands"
