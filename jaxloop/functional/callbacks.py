@@ -36,8 +36,8 @@ class LoopState:
       metadata: A dict in which callbacks can store their own data. The dict is saved in checkpoints, so its values must
         be numbers, strings, arrays, lists or dicts.
       stop_iteration: Set this to True to end the loop after the current step.
-      total_steps: The planned number of steps, or None if `stop` doesn't determine it.
-      newest: The latest logged values that have arrived on the host. Set by the loop. None until an action needs it.
+      total_steps: The planned number of steps, or None if the loop's `stop` doesn't determine it.
+      newest: The latest logged values that have arrived on the host. Set by the loop. None until an action needs them.
     """
 
     state: Any = dataclasses.field(repr=False)
@@ -226,7 +226,8 @@ class ActionTask(ActionItem):
 
     Attributes:
       of: The callback.
-      schedules: The schedules for which the dict of tasks lists the callback. The action is due when any of them fires.
+      schedules: The schedules under which the loop's `tasks` list the callback. The action is due when any of them
+        fires. If the action's own interval is a schedule, it must also fire at the same step.
     """
 
     def __init__(self, of: Callback, action: Action, loop_state: LoopState):

@@ -57,7 +57,7 @@ def elapse(
 
 
 def as_stop(stop: Any) -> Schedule | None:
-    """Converts a `stop` argument to a schedule. An int is interpreted as a number of steps."""
+    """Converts a `stop` argument to a schedule. An int is interpreted as a number of steps, and None stays None."""
     if isinstance(stop, numbers.Integral) and not isinstance(stop, bool):
         stop = at(steps=int(stop))
     if stop is not None and not isinstance(stop, Schedule):
@@ -68,8 +68,9 @@ def as_stop(stop: Any) -> Schedule | None:
 def counter(num_examples: Callable[[types.Batch], int] | None) -> Callable[[types.Batch], int]:
     """Returns a function that counts the examples in a batch.
 
-    If `num_examples` is given, the function calls it and checks the result. Otherwise, the function returns the length
-    of the leading axis of the batch's arrays, or 1 if the arrays are scalars or their leading axes differ in length.
+    If `num_examples` is given, the function calls it and checks that the result is a whole number. Otherwise, the
+    function returns the length of the leading axis of the batch's arrays, or 1 if the arrays are scalars or their
+    leading axes differ in length.
     """
     if num_examples is None:
         return lambda batch: checks.num_examples(batch) or 1

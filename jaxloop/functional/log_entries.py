@@ -54,8 +54,8 @@ class Logs(dict[str, Any]):
         `train_step` stores these variables in the state. To add a variable to this collection, call
         `logs.add("updates", "batch_stats", batch_stats)`. Histories don't store `updates`.
 
-        An assignment such as `logs.updates, state = train_step(state, batch)` merges the assigned logs into this
-        object, but ignores their collection `updates`.
+        An assignment such as `logs.updates, state = train_step(state, batch)` merges the logs that `train_step` returns
+        into `logs`, except for their collection `updates`.
         """
         return self.setdefault("updates", Logs())
 
@@ -112,8 +112,8 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a dict of the values in logs, keyed by short name.
 
     In the collections `metrics` and `losses`, the short name of a value is the name under which it was logged, such as
-    `loss`. In all other collections, this name is prefixed with the collection's name, as in `test/loss`. A value that
-    was logged with a weight is returned as a `Weighted`.
+    `loss`. In all other collections, the short name also starts with the name of the collection, as in `test/loss`. A
+    value that was logged with a weight is returned as a `Weighted`.
     """
     named = {}
     joined = metrics.join_weights(entries(logs))
@@ -127,7 +127,8 @@ def named(logs: Mapping[str, Any]) -> dict[str, Any]:
 def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
     """Returns the number of examples in the step at which a row was logged.
 
-    If the previous row is more than one step earlier, returns the mean number of examples per step since that row.
+    If the previous row is more than one step earlier, returns the mean number of examples per step since that row,
+    rounded down. The result is at least 1.
 
     Args:
       elapsed: The progress of the run when the row was logged.
@@ -140,7 +141,7 @@ def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     """Returns the mean of each entry over the given rows, which must be on the host and in chronological order.
 
     Values that were logged with a weight are weighted by it. For each such entry, the result also contains the sum of
-    its weights. All other values are weighted by the number of examples.
+    its weights. All other numbers are weighted by the number of examples in their step. Strings are left out.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1
