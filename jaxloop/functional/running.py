@@ -214,7 +214,7 @@ class TaskLoop(Loop):
             loop_state.state = task.action.finish(loop_state.state)
 
     def _resume(self) -> bool:
-        """Resumes from the newest checkpoint. Returns False if there is none."""
+        """Resumes from the newest checkpoint and returns True, or returns False if there is no checkpoint."""
         loop_state, given = self.loop_state, checks.as_arrays(self.loop_state.state)
         restored = checkpoints.open_newest(saved_paths(self._resumed_from, self.job), lambda it: it.restore(given))
         if restored is None:
@@ -251,7 +251,7 @@ class TaskLoop(Loop):
     # Saving ------------------------------------------------------------------------------------------
 
     def state_dict(self, *, in_moment: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns two dicts: one of JSON values, and one of the train states that actions keep. See `Saveable`."""
+        """Returns a dict of JSON values and a dict of the train states that actions keep; see `Saveable`."""
         saved, kept = self.engine.state_dict(in_moment=in_moment)
         leaves = checks.leaves_by_path(self.loop_state.state)
         on_host = {path: kind for path, leaf in leaves.items() if (kind := kind_on_host(leaf)) is not None}

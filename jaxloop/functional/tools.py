@@ -30,7 +30,7 @@ class Tool:
     """A callback that wraps an action, for use in a `loop` or in a hand-written loop.
 
     Hooks:
-      __call__: Called by a hand-written loop at a step. Calls the action.
+      __call__: Calls the action at a step of a hand-written loop.
 
     Attributes:
       action: The action.
@@ -52,7 +52,7 @@ class Tool:
         return outputs.asks_to_stop
 
     def finish(self, state: Any) -> Any:
-        """Returns the state that a run should return, which may differ from the given one: for example, the best state.
+        """Returns the state that the run should return: the given state or another one, such as the best state.
 
         `loop` calls both this method and `close` automatically.
         """
@@ -120,7 +120,7 @@ def checkpoint(
       directory: The directory for the checkpoints, each of which gets its own subdirectory. The path may be relative.
       keep: The number of recent checkpoints to keep, or None to keep all.
       monitor: The name of the logged value that determines the best checkpoint. If given, the best checkpoint is kept
-        too, and the value must be logged at every step at which a checkpoint is saved.
+        in addition to the recent ones, and the value must be logged at every step at which a checkpoint is saved.
       mode: "min" if the smallest value is the best, "max" if the largest is, or "auto" to infer it from the name; see
         `jaxloop.actions.Monitor`.
       resume: Whether to resume a `loop` from the newest checkpoint; see `loop`. If this is True and no history is
@@ -135,9 +135,10 @@ def early_stopping(
 ) -> Tool:
     """Returns a callback that ends the loop when a logged value stops improving.
 
-    In a hand-written loop, write `if early_stopping(elapsed, state, logs): break`. Each call reads the value, and
-    therefore synchronizes with the devices. With `restore_best=True`, the callback's `finish(state)` returns the best
-    state. For the arguments, see `EarlyStoppingAction`. `patience` counts only calls for which a new value was logged.
+    In a hand-written loop, create the callback once, as in `stop = early_stopping("loss", patience=5)`, and write
+    `if stop(elapsed, state, logs): break`. Each call reads the value, and therefore synchronizes with the devices. With
+    `restore_best=True`, the callback's `finish(state)` returns the best state. For the arguments, see
+    `EarlyStoppingAction`. `patience` counts only calls for which a new value was logged.
     """
     return Tool(EarlyStoppingAction(monitor, patience, mode, min_delta, restore_best))
 
@@ -200,7 +201,7 @@ def inner_loop(name: str, run: Callable[..., tuple[Any, History, Elapsed]]) -> _
     the evaluation.
 
     Args:
-      name: The name of the collection to log the values in.
+      name: The name of the collection in which the means are logged.
       run: A function that accepts the same arguments as a callback and returns what `loop` returns. The returned
         state is ignored.
     """
