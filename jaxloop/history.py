@@ -176,7 +176,7 @@ class History:
         self.commit_all([(elapsed, logs)])
 
     def commit_all(self, rows: Sequence[tuple[Elapsed, Mapping[str, Any]]]) -> None:
-        """Appends several rows `(elapsed, logs)`; see `commit`. This is faster if all logs have the same keys.
+        """Appends several rows `(elapsed, logs)`; see `commit`. Works fastest if all logs have the same keys.
 
         >>> history = History()
         >>> history.commit_all([(Elapsed(1), {"loss": 0.5}), (Elapsed(2), {"loss": 0.25})])
@@ -227,8 +227,8 @@ class History:
     def resume(self, steps: int, num_rows: int | None = None, *, checksum: Mapping[str, Any] | None = None) -> None:
         """Drops all rows and outputs after a given step, so that a run can continue from that step.
 
-        If the history has a path, the rows are read from the file at this path, if there is one. The file is replaced
-        if any row was dropped. An incomplete last line, left by a killed process, is also dropped. If no rows are kept,
+        If the history has a path and the file exists, the rows are first read from the file. The file is replaced if
+        any row was dropped. An incomplete last line, left by a killed process, is also dropped. If no rows are kept,
         the old file is saved as `<path>.before`, in case the program was restarted from scratch by mistake. If
         `<path>.before` already exists, only the longer of the two files is kept.
 
@@ -320,14 +320,15 @@ class History:
 
         Args:
           *names: The names of the values. `steps`, `samples`, `time` and `loops` refer to fields of `elapsed`. All
-            other names are full paths or unambiguous suffixes of paths. A full path takes precedence.
+            other names are full paths or unambiguous suffixes of paths. A name that is a full path refers only to that
+            path, even if other paths end with it.
 
         Returns:
           A tuple with one list per name, or just the list if there is only one name. The lists are empty if no row
           contains a value for every name.
 
         Raises:
-          ValueError: If a name doesn't match any value, or matches more than one.
+          ValueError: If a name doesn't match any value, or matches more than one, unless the history has no rows.
         """
         resolve = lambda name: name if _dotted(name) in _UNITS or not self._rows else find_path(name, self.paths())
         paths = list(map(resolve, names))
@@ -390,7 +391,8 @@ class History:
         members' minimum to their maximum.
 
         Args:
-          *names: The values to plot. By default, all numbers except for loop statistics (`jaxloop/...`) are plotted.
+          *names: The names of the values to plot. By default, all numbers except for loop statistics (`jaxloop/...`)
+            are plotted.
           x: The quantity on the x-axis: "steps", "samples", "time" (in seconds) or "loops".
           smoothing: The decay of an exponential moving average over the points of each line. With 0, the lines aren't
             smoothed.
@@ -449,9 +451,10 @@ class History:
         return self._forms[index].to_row(self._rows[index])
 
     def _write(self, end: int) -> None:
-        """Copies the device values of the first `end` rows to the host, and writes these rows to the file, if any.
+        """Copies the device values of the first `end` rows to the host, and writes these rows to the file.
 
-        Also writes the rows that follow, up to the next row that contains a device value.
+        Also writes the rows that follow, up to (but not including) the next row that contains a device value. If the
+        history has no file, nothing is written.
 
         Raises:
           ValueError: If any of these device values has been donated. The history then contains NaN in place of each
@@ -475,8 +478,8 @@ class History:
     def _read(self, file: "_File", checksum: Mapping[str, Any] | None = None) -> None:
         """Adds the rows of a file; see `_File.lines` for the effect of `checksum`.
 
-        If a checksum is given, malformed lines are skipped, because the caller then compares this checksum with that of
-        the lines that were read.
+        If a checksum is given, malformed lines are skipped, because the caller detects the damage: it compares the
+        given checksum with the checksum of the lines that were read.
 
         Raises:
           ValueError: If a line is malformed and no checksum was given.

@@ -20,10 +20,10 @@ class Loop:
 
     Hooks:
       begin: Called before the first step of a loop. Returns the state and the iterator to read batches from. If the
-        hook returns an iterator other than the one it received, it is called again when a run resumes in the middle of
-        the loop, to get a new iterator. The state that the second call returns is ignored.
+        hook returns an iterator other than the one it received, the hook is called again when a run resumes in the
+        middle of the loop, to get a new iterator. The state that the second call returns is ignored.
       run: Called after `begin`. An override must call `super().run(...)`, which runs the steps.
-      end: Called after the last step, with the outputs on the host. Not called if the dataset had no batches.
+      end: Called after the last step, when all outputs are on the host. Not called if the dataset had no batches.
       update_outputs: Called for each step, in order, once the step's outputs have reached the host, which may be a few
         steps later.
       _get_next_batch: Called with the dataset whenever the loop needs a batch. Returns the batch.
