@@ -103,7 +103,7 @@ class Loop:
         return self.engine.outcome.failure.state
 
     def compile(self, state: Any, batch: types.BatchSpec) -> None:
-        """Compiles this loop ahead of time for batches of the given shape.
+        """Compiles this loop ahead of time for a state and batches of the given shapes.
 
         >>> from jaxloop import examples
         >>> step, state, batches = examples.tiny_regression()
@@ -175,7 +175,9 @@ class Loop:
         return self.engine.advance(state, dataset, num_steps)
 
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the state and the outputs. Called after the last step, with the `LoopOutputs` on the host."""
+        """Returns the state and the outputs. Called after the last step.
+
+        `outputs` is a `LoopOutputs` whose values are already on the host."""
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:

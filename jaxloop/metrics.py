@@ -134,7 +134,7 @@ class LoopOutputs(dict[str, Any]):
     def between(self, begin: int, end: int) -> "LoopOutputs":
         """Returns the outputs of the steps with indices from `begin` to `end` (exclusive).
 
-        Values that are not lists are returned unchanged.
+        Values that are not lists are returned unchanged. Lists with no value in this range are left out.
 
         >>> dict(LoopOutputs({"loss": [3.0, 2.0, 1.0], "speed": 9.5}).between(1, 3))
         {'loss': [2.0, 1.0], 'speed': 9.5}
@@ -144,7 +144,7 @@ class LoopOutputs(dict[str, Any]):
         return LoopOutputs(kept, self.num_examples[begin:end])
 
     def encode(self) -> tuple[dict[str, Any], list[str]]:
-        """Returns a pair: the outputs in a JSON-compatible form, and the names of the values that can't be encoded."""
+        """Returns the outputs in a JSON-compatible form, and a list of the names of values that can't be encoded."""
         values, left_out = {}, []
         for name, value in self.items():
             try:
@@ -242,7 +242,7 @@ def _is_small(value: Any) -> bool:
 
 
 def ready_scalars(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Fetches the scalars in a step's outputs. Returns an empty dict if any of them hasn't been computed yet."""
+    """Returns a step's scalar outputs on the host, or an empty dict if any of them hasn't been computed yet."""
     scalars = scalars_in(outputs)
     if all(map(is_ready, map(value_of, scalars.values()))):
         return _measured(fetch(scalars))
