@@ -314,10 +314,10 @@ def summarize(outputs: types.Output) -> dict[str, float]:
     """Summarizes a loop's outputs as scalars.
 
     A list of scalars `v_i` becomes its weighted mean, `sum(n_i v_i) / sum(n_i)` in float64. The weight `n_i` is the
-    number of examples in step `i` (1 if `outputs` is a plain dict), or the weight of a `Weighted`. `clu.metrics` states
-    are merged, and the result is computed once, from the merged state. The field `loss` of a `Collection` named `eval`
-    becomes `eval/loss`. Plain numbers are returned unchanged. Values whose weights are all 0 are omitted, because they
-    were not measured. Values that are not scalars are also omitted.
+    number of examples in step `i` (1 if `outputs` is a plain dict). If `v_i` is a `Weighted`, its own weight is used
+    instead. `clu.metrics` states are merged, and the result is computed once, from the merged state. The field `loss`
+    of a `Collection` named `eval` becomes `eval/loss`. Plain numbers are returned unchanged. Values whose weights are
+    all 0 are omitted, because they were not measured. Values that are not scalars are also omitted.
 
     Raises:
       ValueError: If a weight is negative.
@@ -379,7 +379,7 @@ def is_of_members(name: str) -> bool:
 
 
 def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str, types.MetricWithMetadata]]:
-    """Returns a pair: the result of `summarize`, and a dict of the non-scalar outputs as `MetricWithMetadata` objects.
+    """Returns the result of `summarize`, and a dict of the non-scalar outputs as `MetricWithMetadata` objects.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3 or 4. Any other array without metadata
     becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio and text are taken
