@@ -134,8 +134,8 @@ class History:
     With a `path`, rows are also appended to a file, in order. Each line is a JSON object, `{"elapsed": {...},
     "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
     only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
-    values is written once the values have arrived on the host: at the latest, when 63 more rows have been committed or
-    when `flush` is called.
+    values is written when these are copied to the host, which happens at the latest when 63 more rows have been
+    committed or when `flush` is called.
 
     Args:
       path: The file to write the rows to. If None, the rows are kept only in memory. The file's directory is created if
@@ -350,10 +350,11 @@ class History:
         return [form.to_record(stored) for form, stored in self._table()]
 
     def records_after(self, steps: int, *, without: Set[str]) -> list[dict[str, Any]]:
-        """Returns the rows after a given step as flat dicts; see `to_records`. Doesn't wait for the devices.
+        """Returns the rows after a given step as flat dicts; see `to_records`.
 
-        A row is left out if all its values belong to the groups in `without`. The group of a value is the first
-        component of its path, such as `eval`.
+        Doesn't flush the history first, so the dicts may contain values that are still on a device. A row is left out
+        if all its values belong to the groups in `without`. The group of a value is the first component of its path,
+        such as `eval`.
         """
         newest = zip(reversed(self._forms), reversed(self._rows), strict=True)
         rows = list(itertools.takewhile(lambda each: each[1][0] > steps, newest))
@@ -541,7 +542,7 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
     """Adds the (nested) logs of several rows to `columns`.
 
     Args:
-      rows: The logs of each row. In a recursive call, a dict nested in the logs of each row.
+      rows: The logs of each row or, in a recursive call, a dict that is nested in the logs of each row.
       outer: The keys that lead from the logs to this nested dict, from the outermost to the innermost. Empty if `rows`
         contains whole logs.
       columns: A dict that maps the keys of each value, as a tuple, to a list with one value per row.
@@ -568,19 +569,19 @@ def _collect(rows: Sequence[Any], outer: tuple[str, ...], columns: dict[tuple[st
 
 
 def _read(value: Any) -> Any:
-    """Returns a stored scalar as a Python object, or `_LOST` if it is a device array that has been donated."""
+    """Returns a stored scalar as a Python number or string, or `_LOST` if it is a donated device array."""
     if type(value) in _PLAIN:
         return value
     return _LOST if isinstance(value, jax.Array) and value.is_deleted() else metrics.fetch_scalar(value)
 
 
 def _is_plain(values: Iterable[Any]) -> bool:
-    """Returns True if all values are Python objects, rather than values on a device."""
+    """Returns True if all values are Python numbers or strings, rather than values on a device."""
     return _PLAIN.issuperset(map(type, values))
 
 
 def _checked(value: Any, *keys: str) -> Any:
-    """Converts a value to the form in which the history stores it: a Python object, or a scalar on a device.
+    """Converts a value to the form in which the history stores it: a Python number or string, or a device scalar.
 
     Raises:
       TypeError: If the value is not a scalar.

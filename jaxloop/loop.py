@@ -177,7 +177,8 @@ class Loop:
     def end(self, state: Any, outputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the state and the outputs. Called after the last step.
 
-        `outputs` is a `LoopOutputs` whose values are already on the host."""
+        `outputs` is a `LoopOutputs` whose values are already on the host.
+        """
         return state, outputs
 
     def update_outputs(self, loop_outputs: metrics.LoopOutputs, step_outputs: types.Output) -> metrics.LoopOutputs:

@@ -116,7 +116,8 @@ class LoopOutputs(dict[str, Any]):
         """Appends the outputs of later steps.
 
         Unless `keeps_all` is True, non-scalar values, such as images, are replaced by those in `later`, so that memory
-        use doesn't grow. The lists in this object are extended in place, and `later` isn't modified.
+        use doesn't grow. Values that are not lists, such as statistics, are always replaced. The lists in this object
+        are extended in place, and `later` isn't modified.
         """
         num_steps = len(self.num_examples) + len(later.num_examples)
         for name, values in later.items():

@@ -24,7 +24,7 @@ from jaxloop.step import Step
 @final
 @dataclasses.dataclass
 class LoopState:
-    """The state of a loop. Callbacks that take four arguments receive it as the last one.
+    """The state of a loop. Callbacks that take four arguments receive it as the last argument.
 
     Attributes:
       state: The train state. A callback may replace it.
@@ -170,7 +170,11 @@ class FunctionTask(Item):
             raise
 
     def _check_report(self, outputs: Any, logs: Any, state: Any) -> None:
-        """Checks the callback's first non-empty results, and records whether they share arrays with the state."""
+        """Checks the callback's first non-empty results.
+
+        Raises an error if a history can't store the logs. Records whether the logs or outputs share arrays with the
+        state.
+        """
         if logs:  # Raises an error here, where the callback is known.
             History().commit(self._loop_state.elapsed, logs)
         # A later step may donate the leaves of a state.

@@ -237,8 +237,8 @@ def train_step(fn: Callable[..., Any] | None = None, partitioner: partition.Part
     donated. The rows of a batch must divide evenly among the devices.
 
     Variables that the forward pass changes are stored in the new state if `fn` either returns a state that contains
-    them or adds them to the logs' `updates`: `logs.add("updates", "batch_stats", batch_stats)`. For an NNX model, add
-    all changed variables in a single call, under any name.
+    them or adds them to the collection `updates` of the logs, as in `logs.add("updates", "batch_stats", batch_stats)`.
+    For an NNX model, add all changed variables in a single call, under any name.
 
     >>> import jax.numpy as jnp
     >>> from jaxloop import examples
