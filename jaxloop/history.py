@@ -134,7 +134,7 @@ class History:
     With a `path`, rows are also appended to a file, in order. Each line is a JSON object, `{"elapsed": {...},
     "logs": {...}}`, which may contain the literals `NaN` and `Infinity`, as Python's `json` writes them. A row with
     only host values is written before `commit` returns, unless an earlier row is still pending. A row with device
-    values is written when these are copied to the host, which happens at the latest when 63 more rows have been
+    values is written when those values are copied to the host, which happens at the latest when 63 more rows have been
     committed or when `flush` is called.
 
     Args:

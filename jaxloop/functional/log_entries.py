@@ -140,8 +140,9 @@ def num_examples(elapsed: Elapsed, before: Elapsed) -> int:
 def aggregate(rows: Iterable[tuple[Elapsed, Any]]) -> Logs:
     """Returns the mean of each entry over the given rows, which must be on the host and in chronological order.
 
-    Values that were logged with a weight are weighted by it. For each such entry, the result also contains the sum of
-    its weights. All other numbers are weighted by the number of examples in their step. Strings are left out.
+    Values that were logged with a weight are averaged with that weight. For each such entry, the result also contains
+    the sum of its weights. All other numbers are weighted by the number of examples in their step. Strings are left
+    out.
     """
     columns, weights = collections.defaultdict[str, list[Weighted]](list), collections.defaultdict[str, float](float)
     before, examples = Elapsed(), 1
