@@ -383,8 +383,8 @@ def scalars_and_media(outputs: types.Output) -> tuple[dict[str, float], dict[str
     """Returns the result of `summarize`, and a dict of the non-scalar outputs as `MetricWithMetadata` objects.
 
     An `[N, H, W, C]` array without metadata is treated as images if C is 1, 3 or 4. Any other array without metadata
-    becomes a histogram. Histograms contain the values of all steps, whereas images, videos, audio and text are taken
-    from the last step only.
+    becomes a histogram, and a string becomes text. Histograms contain the values of all steps, whereas images, videos,
+    audio and text are taken from the last step only.
     """
     reduced = _reduced(outputs)
     found = {}
