@@ -25,7 +25,7 @@ from jaxloop.step.runner import Runner
 
 
 class _Given(NamedTuple):
-    """The argument `batch` of `Ensemble.run`.
+    """The `batch` argument of `Ensemble.run`.
 
     Attributes:
       batch: The batch that all members share or, with `data="own"`, the stacked batches of the members.
@@ -51,7 +51,7 @@ class _EnsembleRunner(Runner):
     def prepared(self, batch: types.Batch, state: Any = None) -> _Given | None:
         """Passes the batch of each member, or the batch that all members share, through the hooks of the original step.
 
-        Returns the argument `batch` of `Ensemble.run`, or None if the hooks need a state and `state` is None.
+        Returns the `batch` argument for `Ensemble.run`, or None if the hooks need a state and `state` is None.
         """
         runner, ready, parts = self.step._step._runner, [], self.parts(batch)
         for part in parts:
@@ -71,7 +71,7 @@ class _EnsembleRunner(Runner):
         return _Given(whole, _array(numbers, np.float32), _array(tuple(stopped), bool))
 
     def parts(self, batch: types.Batch) -> list[types.Batch]:
-        """Returns a list of the members' batches. If all members share one batch, the list contains only this batch."""
+        """Returns a list of the members' batches or, if all members share the batch, a list with only this batch."""
         number = len(self.step.members)
         if not self.step._should_shard_batch:
             return [batch]
@@ -116,19 +116,19 @@ class Ensemble(Step):
 
     **Metrics.** If the step reports a mean as `loss`, the ensemble reports the mean over all members as `loss`, and the
     mean of each member as `loss/members/0` and so on. `loss/members/min`, `loss/members/max` and `loss/members/std`
-    (the sample standard deviation) describe the spread. Images and other arrays of all members are joined along the
-    leading axis.
+    (the sample standard deviation) describe the spread. Images and other arrays that the members report are
+    concatenated along their leading axis.
 
     **Frozen members.** The state of a frozen member stays bit-identical, and the other members aren't affected. With
-    `TrainLoop(nan_policy="skip")`, a member that yields NaN or infinity is frozen. It has diverged and is excluded
-    from all metrics from then on. `early_stopping` returns actions that freeze members. Members frozen in this way
-    still count in evaluations. If members can be frozen, the output `frozen` is the number of frozen members, averaged
-    over the steps. When all members are frozen, the run ends.
+    `TrainLoop(nan_policy="skip")`, a member that yields NaN or infinity is frozen. Such a member has diverged, and
+    all later metrics exclude it. `early_stopping` returns actions that freeze members. Members frozen in this way still
+    count in evaluations. If members can be frozen, the output `frozen` is the number of frozen members, averaged over
+    the steps. When all members are frozen, the run ends.
 
     Args:
       step: The step of a single run. Its state must be a `TrainState`. Its hooks `begin` and `preprocess_batch` are
-        called once per batch. The step can't have actions or override `end`, because its actions and `end` would have
-        to run for each member separately.
+        called once per batch or, with `data="own"`, once for each member's batch. The step can't have actions or
+        override `end`, because its actions and `end` would have to run for each member separately.
       seeds: The seeds to distribute over the members; see `combine`. A member's seed replaces the seed of the step's
         `base_prng`: the member uses the keys of a step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict,
         the seed is folded into each key instead. If `seeds` is None, all members use the step's keys.
@@ -137,15 +137,17 @@ class Ensemble(Step):
       combine: "product" makes a member for each combination of hyperparameters and seeds, with the seed varying
         fastest. "zip" combines the first value of each hyperparameter with the first seed, the second values with the
         second seed, and so on.
-      data: "shared" passes each batch to all members. With "own", each leaf of a batch has a leading member axis.
-      mesh: A mesh with one axis. If given, the members are distributed over its devices.
+      data: "shared" passes each batch to all members. With "own", each leaf of a batch must have
+        a leading member axis.
+      mesh: A mesh with one axis. If given, the members are distributed over the mesh's devices.
 
     Attributes:
       members: A list with one dict per member, which contains the member's hyperparameters and seed.
 
     Raises:
       TypeError: If the step isn't supported.
-      ValueError: If seeds or hyperparameters are invalid, or if `combine="zip"` and their lists differ in length.
+      ValueError: If seeds or hyperparameters are invalid, or if `combine="zip"` is given lists of different
+        lengths.
     """
 
     _runner_class = _EnsembleRunner
@@ -254,8 +256,8 @@ class Ensemble(Step):
     def collect(self, history: History, name: str) -> np.ndarray:
         """Returns the values of a metric for all members, as an array of shape `[rows, members]`.
 
-        The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. If
-        a row lacks the value of a member, the array contains NaN in its place.
+        The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. A
+        value is NaN if the history row contains the metric but doesn't contain that member's value.
         """
         path = find_path(name, history.paths())
         names = [f"{path}.members.{index}" for index in range(len(self.members))]
@@ -346,7 +348,7 @@ class _MemberMeans:
 
 @final
 class MemberStopping(EarlyStoppingAction):
-    """Stops one member of an ensemble. Ends the run when every member has been stopped or is frozen."""
+    """Stops one member of an ensemble. Ends the run when no member is left: all are stopped or already frozen."""
 
     def __init__(self, actions: Sequence[EarlyStoppingAction], index: int, *args: Any):
         super().__init__(*args)
@@ -373,8 +375,8 @@ def _state_class(kind: type) -> type:
 def _of_members(name: str, value: Any, num_examples: jax.Array) -> dict[str, Any]:
     """Returns the ensemble's outputs for a value that has a leading member axis.
 
-    A mean becomes two outputs: the mean over all members, and the means of the individual members. Images and other
-    arrays stay one output, in which the leading axis and the axis after it are merged into one.
+    A mean becomes two outputs: the mean over all members, and the means of the individual members. An image or another
+    array stays one output, in which the first two axes are merged into one.
     """
     if is_metric(value) or name == types.STOP_LOOP:
         raise TypeError(f"An Ensemble can't report {name!r} for each member. Return a scalar or a jaxloop.Weighted.")

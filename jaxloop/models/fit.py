@@ -91,8 +91,8 @@ def fit(
     To train with your own step function, use `jaxloop.functional.loop`.
 
     An epoch is one pass over the training dataset, whose length may be unknown. Each epoch is one loop. At the end of
-    each epoch, a row is added to the history. If `train_total_steps` is given, about a hundred more rows are added
-    during the run.
+    each epoch, a row is added to the history. If `train_total_steps` is given, about a hundred additional rows
+    are added during the run.
 
     If `workdir` is given, `fit` writes TensorBoard events (train and eval metrics and `hparams`), `history.jsonl`, and
     the newest and best checkpoints (in `checkpoints`). If the run is interrupted, repeat the call to resume it from the
@@ -125,18 +125,19 @@ def fit(
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy", or a pair of the metric and its
         mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
+        Otherwise, no checkpoint counts as the best.
       partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
         device is used.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for parameter initialization and dropout.
       seeds: The seeds of a `jaxloop.Ensemble`: a list, or an int `n` for the seeds 0 to `n - 1`. The ensemble trains
-        one model per seed, all in one dispatch. The state and the history are those of the ensemble.
+        one model per seed, all in one dispatch. `fit` returns the ensemble's state and history.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,
         and returns the report of `OuterLoop.check`, which contains the plan of the run and all problems found.
       topology: The TPU topology to compile for in a dry run, such as "v5e:2x4"; see `OuterLoop.check`. The dataset must
-        yield global batches, with rows for all devices.
+        yield global batches, that is, batches with the rows for all devices.
 
     Returns:
       `(state, history)`, or a report if `dry_run` is True.
