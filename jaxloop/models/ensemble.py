@@ -137,8 +137,8 @@ class Ensemble(Step):
       combine: "product" makes a member for each combination of hyperparameters and seeds, with the seed varying
         fastest. "zip" combines the first value of each hyperparameter with the first seed, the second values with the
         second seed, and so on.
-      data: "shared" passes each batch to all members. With "own", each leaf of a batch must have
-        a leading member axis.
+      data: "shared" passes each batch to all members. With "own", each leaf of a batch must have a leading
+        member axis.
       mesh: A mesh with one axis. If given, the members are distributed over the mesh's devices.
 
     Attributes:
@@ -146,8 +146,7 @@ class Ensemble(Step):
 
     Raises:
       TypeError: If the step isn't supported.
-      ValueError: If seeds or hyperparameters are invalid, or if `combine="zip"` is given lists of different
-        lengths.
+      ValueError: If seeds or hyperparameters are invalid, or if `combine="zip"` is given lists of different lengths.
     """
 
     _runner_class = _EnsembleRunner
@@ -256,8 +255,8 @@ class Ensemble(Step):
     def collect(self, history: History, name: str) -> np.ndarray:
         """Returns the values of a metric for all members, as an array of shape `[rows, members]`.
 
-        The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. A
-        value is NaN if the history row contains the metric but doesn't contain that member's value.
+        The rows are the history rows that contain the metric; `history.collect("steps", name)` returns their steps. If
+        a row doesn't contain a member's value, that element of the array is NaN.
         """
         path = find_path(name, history.paths())
         names = [f"{path}.members.{index}" for index in range(len(self.members))]
@@ -348,7 +347,7 @@ class _MemberMeans:
 
 @final
 class MemberStopping(EarlyStoppingAction):
-    """Stops one member of an ensemble. Ends the run when no member is left: all are stopped or already frozen."""
+    """Stops one member of an ensemble. Ends the run once each member is either stopped or already frozen."""
 
     def __init__(self, actions: Sequence[EarlyStoppingAction], index: int, *args: Any):
         super().__init__(*args)

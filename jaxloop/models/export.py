@@ -48,8 +48,8 @@ def export(
       spec: The spec of the model's inputs, in the form accepted by `initialize_model`. The size of each leading axis is
         replaced by `batch_size`. A list or a dict of inputs is passed to the exported function as one argument.
       path: The file to write. An existing file is replaced.
-      batch_size: The number of examples per call. If None, the program accepts any number,
-        and the model must support every batch size.
+      batch_size: The number of examples per call. If None, the program accepts any number, and the model
+        must support every batch size.
       platforms: The platforms on which the program can run.
 
     Raises:

@@ -124,14 +124,14 @@ def fit(
       keep: The number of recent checkpoints to keep in addition to the best one, or None to keep all.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy", or a pair of the metric and its
-        mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given.
-        Otherwise, no checkpoint counts as the best.
+        mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given. Otherwise,
+        no checkpoint counts as the best.
       partitioner: The partitioner, which determines where the state and the batches are placed. If None, a single
         device is used.
       progress: "auto" (or True), "tqdm" or "plain" (see `ProgressAction`). If None or False, no progress is shown.
       seed: The random seed for parameter initialization and dropout.
       seeds: The seeds of a `jaxloop.Ensemble`: a list, or an int `n` for the seeds 0 to `n - 1`. The ensemble trains
-        one model per seed, all in one dispatch. `fit` returns the ensemble's state and history.
+        one model per seed, all in one dispatch. The returned state and history are those of the ensemble.
       steps_per_dispatch: The number of steps per dispatch; see `TrainLoop`.
       actions: Additional end actions for the train loop, such as `EarlyStoppingAction("eval/loss", patience=3)`.
       dry_run: Whether to check the arguments instead of training. If True, `fit` doesn't allocate memory for the state,

@@ -81,8 +81,8 @@ class LossStep(NumpyStep):
     state.
 
     **Masks and short batches.** A batch that is a dict may contain a `"mask"`: an array of shape `[batch]` with
-    bools, or with 0s and 1s. Examples whose mask is 0 are excluded from means and from the update, even if they contain
-    NaN, because they are replaced by copies of another row before the step. A mask of any other shape is ignored, so
+    bools, or with 0s and 1s. Examples whose mask is 0 are excluded from means and from the update. They may even
+    contain NaN: before the step, they are replaced by copies of another row. A mask of any other shape is ignored, so
     the loss must apply it. Masks aren't applied to scalar or `Weighted` losses and metrics either.
 
     A short batch is padded with masked copies of its last row if that doesn't change any value (the loss or a metric).
@@ -91,14 +91,14 @@ class LossStep(NumpyStep):
     update, with different contents in that row. This reveals values that depend on masked rows, such as a contrastive
     loss. In an evaluation, batches are padded to the size of the loop's first batch, so that the step compiles only
     once. In training, they are padded to `batch_size` or, if it is None, to the next multiple of `accumulate` times the
-    number of devices that share a batch. If masked rows would change a value, a batch stays short, and its masked rows
-    are removed. The values are then still exact, but the step has to be compiled again for each number of rows.
-    Training raises an error if the rows can't be divided evenly among the devices or the micro-batches.
+    number of devices that a batch is split across. If masked rows would change a value, a batch stays short, and its
+    masked rows are removed. The values are then still exact, but the step has to be compiled again for each number of
+    rows. Training raises an error if the remaining rows can't be divided evenly among the devices or the micro-batches.
 
     **Micro-batches.** `accumulate=4` splits each training batch into four micro-batches, runs them one after another on
     the devices, and averages their gradients. Each micro-batch is weighted by its number of examples or by the weight
     of its `Weighted` loss. The update is the same as for the whole batch, but needs only a quarter of the memory for
-    activations. However, batch normalization and losses that compare examples use only one micro-batch at a time. The
+    activations. However, batch normalization and losses that compare examples see only one micro-batch at a time. The
     loss and the metrics must not be scalars, which could be means or sums; return `Weighted(mean, rows)` instead. If
     masked rows don't change any value, the batch size doesn't have to be a multiple of four. On a mesh, each row stays
     on its device. On CPUs, XLA generates slow code for convolutions inside the loop over micro-batches.
@@ -344,8 +344,8 @@ class LossStep(NumpyStep):
     def _gradients(self, state: Any, batch: Any, mask: Any, keys: Any) -> tuple[Any, dict[str, Any], Any]:
         """Returns `(gradients, values, state)` for a batch.
 
-        `gradients` are those of the mean loss. `values` is a dict that contains the loss and the metrics. `state` is
-        the given state with the new values of the variables that the forward pass changed.
+        `gradients` are the gradients of the mean loss. `values` is a dict that contains the loss and the metrics.
+        `state` is the given state with the new values of the variables that the forward pass changed.
 
         For complex parameters, the gradients point in the direction of steepest ascent. They are the conjugates of the
         gradients that JAX returns.

@@ -13,9 +13,9 @@ from jaxloop.step import forward
 
 
 def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, bool]:
-    """Averages a per-example value over the unmasked rows of a batch. Leaves any other value as it is.
+    """Averages a per-example value over the unmasked rows of a batch. Returns any other value unchanged.
 
-    If all rows are masked, the result for a per-example value or a scalar is 0.
+    If all rows are masked, however, the result is 0 for both a per-example value and a scalar.
 
     Args:
       what: A description of the value, for error messages.
@@ -24,7 +24,7 @@ def mean_of(what: str, value: Any, mask: Any, *, parts: int = 1) -> tuple[Any, b
       parts: The number of micro-batches whose values are combined later.
 
     Returns:
-      The mean or the unchanged value, and a bool that is True if the given value was per example.
+      The mean or the unchanged value, and a bool that is True if the given value had one number per example.
 
     Raises:
       TypeError: If the value is not of a supported type.
@@ -129,9 +129,10 @@ def accumulated(
 
 
 def _combine(value: Any, weights: jax.Array) -> Any:
-    """Combines the values of a loss or metric for the micro-batches, stacked along the leading axis, into one value.
+    """Combines the values of a loss or metric for all micro-batches into one value.
 
-    `weights` contains each micro-batch's share of the unmasked rows.
+    In `value`, the values of the micro-batches are stacked along the leading axis. `weights` contains each
+    micro-batch's share of the unmasked rows.
     """
     if isinstance(value, types.Weighted):
         return types.Weighted(value.value, value.weight)
@@ -143,7 +144,7 @@ def _combine(value: Any, weights: jax.Array) -> Any:
 
 
 def with_variables(before: Any, after: Any, has_rows: Any) -> Any:
-    """Returns the state `after`, in which each variable is cast to the dtype that it has in the state `before`.
+    """Returns the state `after` with each variable cast to the dtype that it has in the state `before`.
 
     If `has_rows` is False, because the batch has no unmasked rows, floating-point variables keep their values from
     `before`.

@@ -31,7 +31,7 @@ class MaskedBatch(NamedTuple):
 
 
 class _UnmaskedWatch(checks.BatchWatch):
-    """Checks batches, ignoring the masks that were added to them."""
+    """A `BatchWatch` that ignores the masks that were added to the batches."""
 
     def look(self, batches: Sequence[Any]) -> int | None:
         return super().look([each.batch if isinstance(each, MaskedBatch) else each for each in batches])
@@ -44,7 +44,8 @@ class PaddingRunner(Runner):
     Attributes:
       not_per_example: The names of the losses and metrics that aren't computed per example and may therefore depend on
         padding. None until `run` is traced.
-      eval_rows: The number of rows to which batches are padded in an evaluation. None before its first batch.
+      eval_rows: The number of rows to which batches are padded in an evaluation. None before the evaluation's first
+        batch.
     """
 
     watch_class = _UnmaskedWatch
@@ -140,7 +141,7 @@ class PaddingRunner(Runner):
 
     @property
     def _is_shared(self) -> bool:
-        """True if other processes hold parts of each batch."""
+        """True if each batch is distributed over several processes."""
         return agreement.is_shared(self.step._partitioner.mesh)
 
     def _reason_not_to_fill(self, state: Any, filled: MaskedBatch, *, pads: bool) -> str | None:
