@@ -78,18 +78,19 @@ class OuterLoop:
         newest checkpoint in the subdirectory `checkpoints` of `workdir`. For any other run, "auto" is the same as None.
       workdir: The directory that contains `history.jsonl` (`eval_history.jsonl` without a train loop). Each history row
         is appended to the file immediately, and a resumed run appends to the same file. With `checkpoint_spec="auto"`
-        and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`, at most
-        once a minute, and at the end. If `workdir` is None, a run with a train loop and a `checkpoint_spec` writes its
-        history to the checkpoint directory; other runs don't write a history file.
+        and without a `CheckpointAction`, the run also saves checkpoints in the subdirectory `checkpoints`: one at
+        the end and, before that, at most one a minute. If `workdir` is None, a run with a train loop and a
+        `checkpoint_spec` writes its history to the checkpoint directory; other runs don't write a history file.
       log_interval: The interval at which rows are added to the history. Each row contains the train metrics since the
-        previous row. As in an action's interval, an int is a number of train loops.
+        previous row. As with an action's interval, an int is a number of train loops.
       notes: A dict of strings, numbers and booleans that distinguish this run from others, such as `{"lr": 3e-3,
         "seed": 0}`. The notes are written to the run log, and `python -m jaxloop compare` shows them. If the program is
         in a Git repository, the current commit is added as "commit".
       extensions: Objects that observe each run, such as a `Watchdog`; see `Extension`.
       skip: The numbers of the batches to leave out. The run proceeds as if the training data didn't contain them.
         Batches are numbered across all epochs, starting at 1. If no earlier batch was left out, `skip=[48_213]` leaves
-        out the batch of step 48,213. In a multi-process job, each process leaves out its part of each of these batches.
+        out the batch that step 48,213 would otherwise use. In a multi-process job, every process leaves
+        out its part of each such batch.
 
     Attributes:
       log_interval: The argument of the same name.
@@ -234,8 +235,8 @@ class OuterLoop:
           train_epochs: The number of epochs over the training dataset, which must be an iterable. Each epoch is one
             loop, so `train_loop_steps` must be None. If `train_total_steps` is also given, the run ends at whichever
             limit is reached first. A checkpoint stores the epoch and the position within it. For a resumed run to use
-            the same batches as an uninterrupted one, a new iterator over the dataset must return the batches of each
-            epoch in the same order as before.
+            the same batches as an uninterrupted one, a new iterator over the dataset must always return the batches
+            of a given epoch in the same order.
 
         Returns:
           `(state, outputs)`. The outputs are those of the last train loop or, without a train loop, those of the last
@@ -352,7 +353,7 @@ class OuterLoop:
         The check reads one batch from each dataset, passes it through the hooks that precede `Step.run`, and compiles
         `Step.run`. When the experiment is run later, it reuses the compiled program. If checkpoints are saved, the
         check also reads three batches of the training data to verify that a resumed run can return to a saved position.
-        The plan lists when each evaluation, action and checkpoint is due, and how much memory a step and a checkpoint
+        The plan shows when each evaluation, action and checkpoint is due, and how much memory a step and a checkpoint
         need.
 
         >>> import jaxloop

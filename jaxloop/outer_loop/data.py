@@ -27,8 +27,8 @@ class Sources:
 
     Attributes:
       passes: The number of completed epochs.
-      is_new: True if the run was resumed with `restore_data=False`. Positions saved from then on refer to the new
-        dataset; see `CheckpointSpec`.
+      is_new: True if the run was resumed with `restore_data=False`. Positions saved after such a resume refer to the
+        new dataset; see `CheckpointSpec`.
     """
 
     def __init__(self):
@@ -243,7 +243,8 @@ class TrainingData:
     def load_state_dict(self, saved: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
         """Restores the training data and the iterators of the evaluations from the result of `state_dict`.
 
-        Moves the iterators at once. The next call to `open` moves the training dataset to its saved position.
+        Moves the evaluations' iterators immediately. The next call to `open` moves the training dataset to its
+        saved position.
         """
         is_shared, positions = self._engine.job.is_shared, saved["positions"]
         place, count = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
@@ -337,9 +338,9 @@ class LeftOut:
 
     Attributes:
       numbers: The numbers of all batches to leave out, in ascending order.
-      detours: One dict for each time the run has gone back to an earlier checkpoint. `step` is the step at which the
-        run turned back. `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out.
-        `first_step` is the step that used the first of these batches. `reason` is the reason for the detour.
+      detours: One dict for each time the run has returned to an earlier checkpoint. Its `step` is the step from which
+        the run returned. `first_batch` and `last_batch` are the numbers of the first and the last batch to leave out.
+        `first_step` is the step that used the batch `first_batch`. `reason` is the reason for the detour.
       epoch_start: The total number of batches in the completed epochs.
     """
 
