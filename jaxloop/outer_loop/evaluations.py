@@ -196,7 +196,7 @@ def evaluate(
 
 
 def _sleep(seconds: float, job: agreement.Job) -> None:
-    """Sleeps for several short intervals (as many in all processes), so that Ctrl-C takes effect promptly."""
+    """Sleeps for several short intervals (the same number in all processes), so that Ctrl-C takes effect promptly."""
     num_sleeps = math.ceil(seconds / (1.0 if job.is_shared else _POLL_SECS))
     for _ in range(num_sleeps):
         if job.requests.requested:

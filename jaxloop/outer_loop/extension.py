@@ -74,9 +74,10 @@ class Extension:
 
         Args:
           now: The run's progress.
-          reason: The reason why the run ended: "finished", "stopped", "stopped by X" (where X is the class of the
-            action that stopped it), "stopped by a command", "Ctrl-C", "SIGTERM", "a detour" (if the run returns to an
-            earlier checkpoint), "hang: ..." or "error: ...".
+          reason: The reason why the run ended: "finished", "stopped by X" (where X is the class of the action that
+            stopped it), "stopped" (if it was stopped by something other than an action, such as the step), "stopped by
+            a command", "Ctrl-C", "SIGTERM", "a detour" (if the run returns to an earlier checkpoint), "hang: ..." or
+            "error: ...".
           error: The exception that ended the run, or None.
         """
 
@@ -203,7 +204,8 @@ class Experiment:
     Attributes:
       train_loop: The train loop, or None if the experiment only evaluates.
       eval_loops: One loop for each `EvalSpec`.
-      checkpoint_spec: The checkpoints that the experiment resumes from or evaluates; None if it doesn't read any.
+      checkpoint_spec: The checkpoints that the experiment resumes from or evaluates; None if it doesn't read any
+        checkpoints.
       workdir: The directory for the files of the run, or None.
       savers: The actions that save checkpoints.
       history: The history.
