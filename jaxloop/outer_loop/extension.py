@@ -251,7 +251,7 @@ class Experiment:
 
     @functools.cached_property
     def reports_dir(self) -> epath.Path | None:
-        """The directory for reports about failures and hangs, or None."""
+        """The directory for reports about failures and hangs; None if there is neither a `workdir` nor any `savers`."""
         return self.workdir or next((action.directory for action in self.savers), None)
 
     @functools.cached_property

@@ -49,13 +49,14 @@ class EvalSpec:
       dataset_iterator: An iterator to use instead of `dataset`. Each evaluation reads the next `num_steps` batches from
         it.
       num_steps: The number of batches in an evaluation, or None to use all batches.
-      eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each loop. Ignored in
-        continuous evaluation; see `CheckpointSpec`.
+      eval_loop_interval: The number of train loops between evaluations, or None to evaluate after each train loop
+        (unless `interval` is given). Ignored in continuous evaluation; see `CheckpointSpec`.
       should_eval_fn: A function that receives an `EvalContext` and returns whether to evaluate. It is called only when
         the evaluation is due.
       interval: The interval between evaluations, specified like an action's `interval`: either a number of train loops
         (as in `eval_loop_interval`) or a schedule such as `every(steps=500)`, `every(time=600)` or `last()`. A
-        schedule can fire at any step, even in the middle of a train loop. Ignored if there is no train loop.
+        schedule can fire at any step, even in the middle of a train loop. Ignored if there is no train loop. Can't be
+        combined with `eval_loop_interval`.
       name: The name of this evaluation in the history, and the prefix of its metrics, as in `test/accuracy`. If several
         specs have the default name "eval", each of them except the first gets its position in the list of specs as a
         suffix, as in "eval_2".
@@ -86,7 +87,7 @@ class EvalSpec:
 
     @property
     def data(self) -> Any:
-        """The dataset to evaluate on. If it is endless and `num_steps` is None, only its first pass; see `pass_of`."""
+        """The dataset to evaluate on; only its first pass if it is endless and `num_steps` is None. See `pass_of`."""
         return pass_of(self.dataset) if self.num_steps is None and is_endless(self.dataset) else self.dataset
 
     @property
@@ -164,7 +165,7 @@ class CheckpointSpec:
 
 
 def named(eval_specs: Sequence[EvalSpec] | None) -> tuple[EvalSpec, ...]:
-    """Returns the specs as a tuple. Those with the default name, except the first, get their position as a suffix.
+    """Returns the specs as a tuple. Each spec with the default name, except the first, gets its position as a suffix.
 
     >>> [spec.name for spec in named([EvalSpec([]), EvalSpec([], name="test"), EvalSpec([])])]
     ['eval', 'test', 'eval_3']
@@ -265,7 +266,7 @@ class RunSpec:
 
     @property
     def last_step(self) -> int | None:
-        """The last step that training can reach, or None if there is no limit."""
+        """The last step that `total_steps` and `stop` allow, or None if neither limits the number of steps."""
         return earliest([self.total_steps, planned_steps(self.stop, Elapsed())])
 
     def description(self) -> list[str]:
