@@ -142,7 +142,7 @@ class Ensemble(Step):
       mesh: A mesh with one axis. If given, the members are distributed over the mesh's devices.
 
     Attributes:
-      members: A list with one dict per member, which contains the member's hyperparameters and seed.
+      members: A list with one dict per member, which contains the member's hyperparameters and its seed (if any).
 
     Raises:
       TypeError: If the step isn't supported.

@@ -121,7 +121,7 @@ def fit(
       log_interval: The interval at which train metrics are added to the history and written as summaries: a number of
         epochs or a schedule. If None, the defaults described above apply.
       workdir: The work directory. If None, no files are written.
-      keep: The number of recent checkpoints to keep in addition to the best one, or None to keep all.
+      keep: The number of recent checkpoints to keep in addition to the best one (if any), or None to keep all.
       hparams: Hyperparameters (numbers, strings or bools) to write to the TensorBoard events and to the log.
       monitor: The metric that determines the best checkpoint, such as "eval/accuracy", or a pair of the metric and its
         mode, such as `("eval/score", "max")`. The default is "eval/loss" if `eval_dataset` is given. Otherwise,
