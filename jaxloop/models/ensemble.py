@@ -327,7 +327,7 @@ class _MemberMeans:
         return cls(np.zeros([3, 1], np.float32))
 
     def merge(self, other: "_MemberMeans") -> "_MemberMeans":
-        """Merges two metrics by adding their sums. Keeps the rounding errors of the addition (Knuth's 2Sum)."""
+        """Merges two metrics by adding their sums. Also accumulates the rounding errors (Knuth's 2Sum)."""
         sums, one, two = self.sums + other.sums, self.sums[0], other.sums[0]
         added = sums[0] - one
         return _MemberMeans(jnp.asarray(sums).at[1].add((one - (sums[0] - added)) + (two - added)))

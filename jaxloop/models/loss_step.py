@@ -301,7 +301,7 @@ class LossStep(NumpyStep):
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def _predict_batch(self, state: Any, batch: types.Batch) -> tuple[Any, Any]:
-        """Returns the model's outputs for a batch, still on the devices, and the batch's mask or None."""
+        """Returns the model's outputs for a batch, still on the devices, and the batch's mask (None if it has none)."""
         rows = checks.num_examples(batch)
         outputs = (self._runner.forward_step.evaluate(state, batch) or {})["outputs"]
         for path, leaf in checks.leaves_by_path(outputs).items():
