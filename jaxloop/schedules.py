@@ -121,7 +121,7 @@ class Goal(NamedTuple):
 
     Attributes:
       step: The next step after which something may be due, even in the middle of a loop.
-      time: The next training time, in seconds. From that time on, something may be due at any step.
+      time: The training time, in seconds, from which on something may be due at any step.
       loop: The next loop after which something may be due, for example because an interval counts loops.
     """
 
@@ -139,7 +139,7 @@ class Schedule(abc.ABC):
 
     Hooks:
       fires: Called after each step at which the schedule may fire; see `Schedule.fires`. Must be pure.
-      as_stop: Called at the start of a run whose `stop` is this schedule.
+      as_stop: Called at the start of a run whose `stop` is this schedule. Returns the schedule that stops the run.
       stops: Called at the start of a run whose `stop` is this schedule, and then after each step at which the schedule
         may fire.
 
@@ -155,17 +155,19 @@ class Schedule(abc.ABC):
 
         A loop calls this method after each step, with the progress after the previous step as `before`. There are two
         exceptions. First, the loop skips the call after steps at which a built-in schedule can't fire. If a custom
-        schedule is combined with a built-in one by `&`, its calls are skipped after these steps, too. Second, if a run
-        begins at step 0, the method is also called before the first update, with both arguments equal to `Elapsed()`.
+        schedule is combined with a built-in one by `&`, the custom schedule isn't called after these steps either.
+        Second, if a run begins at step 0, the method is also called before the first update, with both arguments equal
+        to `Elapsed()`.
 
         If `before` is several steps before `now`, `a & b` fires if `a` and `b` have both fired in this interval, even
         at different steps. Similarly, `~a` fires if `a` hasn't fired in this interval.
         """
 
     def _goal(self, now: Elapsed) -> Goal:
-        """Returns the next points at which the schedule can fire: by default, the next step and the next loop.
+        """Returns the next points at which the schedule can fire.
 
-        For `last()`, this is `Goal()` (never), because all schedules are checked at the end of a run anyway.
+        The default implementation returns the next step and the next loop. `last()` returns `Goal()` (never), because
+        all schedules are checked at the end of a run anyway.
         """
         return Goal(step=now.steps + 1, loop=now.loops + 1)
 
@@ -343,7 +345,7 @@ def _first_of(goals: Iterable[Goal]) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times. None means never, so it is returned only if all are None."""
+    """Returns the smallest of several steps or times, ignoring None (never). Returns None if there are no others."""
     return min((each for each in found if each is not None), default=None)
 
 

@@ -25,9 +25,9 @@ class Compiled:
     """Compiles a step's `run` at the first call to `call`, and again for each new batch shape.
 
     Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
-    a carry back to a state. In training, the carry is normally the result of `take_apart`. In evaluation, the carry is
-    the state itself. In training, the carry is also the state itself if there are `jit_kwargs` or if the partitioner
-    overrides `partition`, because the `jit_kwargs` or the override may depend on the state's tree structure.
+    a carry back to a state. In evaluation, the carry is the state itself. In training, the carry is normally the result
+    of `take_apart`. However, if there are `jit_kwargs` or if the partitioner overrides `partition`, it is the state
+    itself, because the `jit_kwargs` or the override may depend on the state's tree structure.
 
     If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
     which may come from a short last batch, or for any new batch shape in evaluation. In training, an error is raised if
