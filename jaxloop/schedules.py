@@ -345,7 +345,7 @@ def _first_of(goals: Iterable[Goal]) -> Goal:
 
 
 def earliest(found: Iterable[Any]) -> Any:
-    """Returns the smallest of several steps or times, ignoring None (never). Returns None if there are no others."""
+    """Returns the earliest of several steps or times, where None means never. Returns None if all of them are None."""
     return min((each for each in found if each is not None), default=None)
 
 

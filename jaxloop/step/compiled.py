@@ -26,8 +26,8 @@ class Compiled:
 
     Between calls, the state is kept in a form called a carry: `enter` converts a state to a carry, and `leave` converts
     a carry back to a state. In evaluation, the carry is the state itself. In training, the carry is normally the result
-    of `take_apart`. However, if there are `jit_kwargs` or if the partitioner overrides `partition`, it is the state
-    itself, because the `jit_kwargs` or the override may depend on the state's tree structure.
+    of `take_apart`. However, if there are `jit_kwargs` or if the partitioner overrides `partition`, the carry is the
+    state itself in training, too, because the `jit_kwargs` or the override may depend on the state's tree structure.
 
     If `run` is traced again, a warning lists the leaves that changed. There is no warning for a second batch shape,
     which may come from a short last batch, or for any new batch shape in evaluation. In training, an error is raised if
@@ -171,7 +171,7 @@ class Compiled:
         )
 
     def _begin_compiling(self) -> None:
-        """Logs that compilation is starting. The time until the dispatch returns is counted as compile time."""
+        """Logs the start of a compilation. In training, the time until the dispatch returns counts as compile time."""
         stopwatch = self._programs.stopwatch
         if stopwatch is None:
             return
@@ -194,7 +194,7 @@ class _SameInAllProcesses:
 
     The form is the batch's structure, shapes and dtypes. If the programs differed, the processes would deadlock or
     compute different results. The check itself would deadlock if the form were new in only one process. Therefore, if
-    the batches may differ between processes, the batches are compared first.
+    the batches may differ between processes, the processes first compare the forms of their batches.
     """
 
     def __init__(self, name: str, compiled: Any, batch_watch: checks.BatchWatch, structure: Any):

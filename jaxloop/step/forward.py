@@ -67,7 +67,7 @@ def init_fn(
     spec: types.BatchSpec,
     init_kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., types.TrainState], Sequence[Any]]:
-    """Returns a pair: a pure function that creates the initial state, and the arguments to call the function with.
+    """Returns a pure function that creates the initial state, and the arguments with which to call this function.
 
     The function is compiled by a partitioner. The arrays of an `AdaptedModel` are passed as arguments, because
     compiling them as constants would be slow.
@@ -238,8 +238,9 @@ def _sown_part(updates: Any) -> Any:
 
 
 def mixes_examples(state: Any, *, train: bool) -> bool:
-    """Returns True if an example may affect the outputs for other examples, in the same batch or in later ones.
+    """Returns True if an example may affect the model's outputs for other examples.
 
+    The other examples may be in the same batch or in later batches.
     Batch normalization in training mode has this effect. If the result is True, a short batch must not be padded.
     """
     others = state.collections
@@ -338,7 +339,7 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes and compares it on each call."""
+    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes and compares the `apply_fn` on each call."""
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
@@ -349,10 +350,10 @@ class Forward(abc.ABC):
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model.
 
-    Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`. In
-    addition, `train=True` calls `model.train()` and `train=False` calls `model.eval()`, which switch layers such as
-    dropout and batch normalization to training or evaluation mode. If `train` isn't given, the model stays in the mode
-    that its constructor set.
+    Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`. To
+    switch layers such as dropout and batch normalization to training or evaluation mode, also pass `train=True` or
+    `train=False` as an argument of `apply_fn`; it then calls the model's `train()` or `eval()` method. If `train` isn't
+    given, the model stays in the mode that its constructor set.
 
     `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so the hash
     is cached.
