@@ -1,6 +1,7 @@
 """Detects NaN and infinity inside the compiled step.
 
-The host reads the flags for non-finite values together with the step's outputs, without additional synchronization.
+The compiled step returns flags for non-finite values. The host reads these flags together with the step's outputs,
+without additional synchronization.
 """
 
 import itertools
@@ -88,7 +89,10 @@ class Detector:
 
 
 def names(state: Any, outputs: types.Output) -> list[str]:
-    """Returns the names of the non-finite values in a step's state and outputs. Synchronizes with the devices."""
+    """Returns the names of the non-finite values in a step's state and outputs. Synchronizes with the devices.
+
+    Checks the same values as `Detector`.
+    """
     leaves = {**_losses(outputs), **_watched_leaves(state)}
     return [name for name, is_bad in metrics.fetch(jax.tree.map(_is_bad, leaves)).items() if is_bad]
 
@@ -121,7 +125,7 @@ def _unchanged_where(is_bad: jax.Array, old: Any, new: Any) -> Any:
 
 
 def _empty_where(is_bad: jax.Array, value: Any) -> Any:
-    """Excludes the output of a bad step from means: resets a metric to its empty state, or sets a weight to 0."""
+    """Excludes an output of a bad step from means, by resetting a metric to its empty state or a weight to 0."""
     if isinstance(value, types.Weighted):
         return types.Weighted.of(value.value, jnp.where(is_bad, 0, value.weight))
     if not metrics.is_metric(value) or metrics.merges_on_host(value):  # A metric that collects values can't be empty.
@@ -131,7 +135,7 @@ def _empty_where(is_bad: jax.Array, value: Any) -> Any:
 
 @final
 class Guard:
-    """Applies a `nan_policy` to the flags as they arrive on the host.
+    """Applies a `nan_policy` to the flags from a `Detector` as they arrive on the host.
 
     Args:
       policy: "raise" or "skip".
@@ -156,7 +160,7 @@ class Guard:
 
         Args:
           columns: A dict that maps the name of each output to its values, one row per step.
-          first: The position of the first of these steps among all steps in the outputs.
+          first: The position in the outputs at which these steps begin.
           examples: The number of examples in each of these steps.
         """
         flags, weights = columns.pop(FLAGS, None), list(examples)

@@ -1,6 +1,6 @@
 """Runs a `Step`: calls its hooks and actions in order, dispatches `run`, and keeps track of the step's states.
 
-Each step has one `Runner`, so that `Step` itself contains only the names that users need.
+Each step delegates this work to its own `Runner`, so that `Step` itself defines only what users need.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class Runner:
       batch_watch: The object that checks training batches before they are passed to `run`, and counts their rows.
       programs: The compiled versions of `run`.
       states: The object that prepares states and remembers the last state that the step returned.
-      action_lists: A pair: the begin actions and the end actions, both in the order in which they are called.
+      action_lists: `(begin_actions, end_actions)`, each in the order in which its actions are called.
       has_schedules: True if any of the step's actions has a schedule as its interval.
     """
 
@@ -68,7 +68,7 @@ class Runner:
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
         """Returns the reason why a loop can't fuse several steps into one dispatch, or None if there is no reason.
 
-        The reason is always host code that must run at each step.
+        The reason always names host code that must run for each step.
 
         Args:
           evaluates: Whether to consider evaluation rather than training.
@@ -114,15 +114,15 @@ class Runner:
         A small step takes about 10% less time if the loop doesn't have to assemble the state for the hooks.
 
         Returns:
-          The batch for `run` and the number of examples in the batch, or None if the hooks need the state. By default,
-          returns None.
+          The batch for `run` and the number of examples in the batch, or None if the hooks need the state. The default
+          implementation returns None.
         """
         return None
 
     def filler(self) -> Callable[[int], None] | None:
         """Returns a function that sets the size to which short batches are padded.
 
-        Returns None if short batches can't be padded, as in this default implementation.
+        Returns None if short batches can't be padded. The default implementation returns None.
         """
         return None
 
