@@ -85,7 +85,7 @@ class Step:
         doesn't need a model.
       optimizer: An Optax transformation, which becomes `state.tx`. None means no optimizer.
       partitioner: The `Partitioner`, which determines where the state and the batches are placed.
-      train: Whether this step trains. If so, it also needs an optimizer. `run` can read this flag as `self.train`.
+      train: Whether this step trains. If so, it needs an optimizer. `run` can read this flag as `self.train`.
       should_shard_batch: Set this to False if `begin` already places the batch on the devices.
       nnx_model_args: Positional arguments for an NNX class. Pass an empty tuple if there are none.
       begin_actions: Actions that are called with `outputs=None` before `run`. An int interval counts steps within the
@@ -169,8 +169,8 @@ class Step:
         """Computes `(state, outputs)` from a state and one batch. This method is compiled, so it must be pure.
 
         In training, `run` must add `updates_per_step` (1 by default) to `state.step`. If an output's name contains
-        "loss" and its value has one float per example, the value is replaced by its mean. To keep the individual
-        values, wrap them in `MetricWithMetadata`.
+        "loss" and its value has one float per example, the value is replaced by its mean, unless the step overrides
+        `num_examples`. To keep the individual values, wrap them in `MetricWithMetadata`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run(self, state, batch) -> (state, outputs).")
 
@@ -397,7 +397,7 @@ class Step:
         steps_per_dispatch: int = 1,
         **jit_kwargs: Any,
     ) -> None:
-        """Compiles `run` for the given shapes ahead of time, so that the first step doesn't trigger a compilation.
+        """Compiles `run` ahead of time for a state and a batch, so that the first step doesn't trigger a compilation.
 
         Calling this method is optional. `Loop.compile` compiles everything that a loop needs.
 
@@ -408,8 +408,8 @@ class Step:
         True
 
         Args:
-          state: A state (which remains usable) or the result of `abstract_state`. If None, `jit_kwargs` are stored for
-            later compilations, but nothing is compiled now.
+          state: A state (which remains usable) or the result of `abstract_state`. If None, nothing is compiled now;
+            everything compiled so far is discarded, and later compilations use `jit_kwargs`.
           batch: A batch from the dataset, or its shapes, given as `jax.ShapeDtypeStruct`s or as a spec (see
             `initialize_model`). If shapes are given, the hooks that precede `run` receive arrays of zeros that don't
             take up memory.
@@ -463,8 +463,8 @@ class Step:
         Args:
           state: The train state.
           batch: A host batch.
-          per_loop_step_number: The number of steps before this one in the current loop, which determines whether the
-            step's actions are due.
+          per_loop_step_number: The number of steps before this one in the current loop. It determines whether the
+            step's actions with int intervals are due.
           log_num_flops: Whether to count and log the FLOPs of `run`, if they haven't been counted yet.
           elapsed: The run's progress after this step, which is passed to the schedules of the step's actions. If None,
             these schedules count the steps within the loop.
@@ -557,7 +557,7 @@ class Step:
 
 
 class NumpyStep(Step):
-    """A `Step` that also accepts tensors from other libraries.
+    """A `Step` that also accepts TensorFlow and PyTorch tensors.
 
     Hooks:
       preprocess_batch: See `Step`. An override must first call `super().preprocess_batch`, which converts tensors to
