@@ -1,4 +1,4 @@
-"""`TrainLoop`, which trains a state."""
+"""`TrainLoop`, the training loop."""
 
 from collections.abc import Sequence
 
@@ -26,8 +26,8 @@ class TrainLoop(ActionLoop):
 
     With a `nan_policy` other than "ignore", the compiled step checks for NaN and infinity. It checks the new `params`
     and `batch_stats`, where non-finite gradients show up, and the outputs with "loss" in their names. (If the state has
-    no `params`, it checks the whole state.) Other outputs aren't checked, because they may be undefined for some
-    batches.
+    no `params`, it checks the whole state and these outputs.) Other outputs aren't checked, because they may be
+    undefined for some batches.
 
     >>> batches[2]["x"][0, 0] = float("nan")
     >>> step, state, _ = examples.tiny_regression()
@@ -42,10 +42,11 @@ class TrainLoop(ActionLoop):
       stat_names: See `StatLoop`.
       begin_actions, end_actions: See `ActionLoop`.
       global_batch_size: See `StatLoop`.
-      nan_policy: The response to NaN and infinity. "raise" raises a `nonfinite.NonFiniteError` that reports the first
-        bad step. The host reads the results of the check about every 64 steps and before each save, so the state of a
-        bad step is never saved. "skip" discards the update of a bad step: only `state.step` changes, and the step's
-        outputs are left out of means. If any steps were skipped, `outputs["jaxloop/skipped_steps"]` is their number.
+      nan_policy: The response to a bad step, which is a step with NaN or infinity in the checked values. "raise" raises
+        a `nonfinite.NonFiniteError` that reports the first bad step. The host reads the results of the check about
+        every 64 steps and before each save, so the state of a bad step is never saved. "skip" discards the update of a
+        bad step: only `state.step` changes, and the step's outputs are left out of means. If any steps were skipped,
+        `outputs["jaxloop/skipped_steps"]` is their number.
         "skip" needs device memory for a second copy of the state. It also replaces the `clu.metrics` states of a bad
         step with empty ones, except for metrics that collect values. "ignore" disables the check. On two CPU cores, a
         step takes up to 1.3 times as long with "raise" and up to 1.5 times as long with "skip".

@@ -382,7 +382,7 @@ class TurnBack(BaseException):
     """Raised by an action to make the run return to an earlier checkpoint and leave out the batches of some steps.
 
     The `OuterLoop` returns to the newest checkpoint before those steps, moves later checkpoints to
-    `<directory>/abandoned`, adds a "detour" row to the history, and continues as if the batches had never been in the
+    `<directory>/abandoned`, adds a "detour" row to the history, and continues as if those batches had never been in the
     data. In a multi-process job, all processes must raise this exception at the same step. Like `KeyboardInterrupt`,
     `TurnBack` is not a subclass of `Exception`.
 
