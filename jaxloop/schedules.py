@@ -121,7 +121,8 @@ class Goal(NamedTuple):
 
     Attributes:
       step: The next step after which something may be due, even in the middle of a loop.
-      time: The training time, in seconds, from which on something may be due at any step.
+      time: The next training time, in seconds, at which something may be due. From then on, something may be due at
+        any step.
       loop: The next loop after which something may be due, for example because an interval counts loops.
     """
 
@@ -166,8 +167,8 @@ class Schedule(abc.ABC):
     def _goal(self, now: Elapsed) -> Goal:
         """Returns the next points at which the schedule can fire.
 
-        The default implementation returns the next step and the next loop. `last()` returns `Goal()` (never), because
-        all schedules are checked at the end of a run anyway.
+        The default implementation returns the next step and the next loop. For `last()`, the result is `Goal()`
+        (never), because all schedules are checked at the end of a run anyway.
         """
         return Goal(step=now.steps + 1, loop=now.loops + 1)
 
@@ -178,8 +179,8 @@ class Schedule(abc.ABC):
     def as_stop(self) -> "Schedule":
         """Returns the schedule that determines when a run stops if `self` is passed to the run as `stop`.
 
-        By default, returns `self`. `at(...)` returns `after(...)` with the same argument, so that a run that is already
-        past the given point also stops.
+        By default, returns `self`. For `at(...)`, returns `after(...)` with the same argument, so that a run that is
+        already past the given point also stops.
         """
         return self
 

@@ -72,10 +72,10 @@ class Statistics:
         self._begin = time.time(), self._stopwatch.spent(), updates
 
     def observers(self) -> list[Callable[[types.Batch], None]]:
-        """Returns a list of functions to call with each batch. It is empty unless a batch is needed to count the FLOPs.
+        """Returns the functions to call with each batch. The list is empty unless a batch is needed to count the FLOPs.
 
         Raises:
-          ValueError: If `STAT_MFU` can't be computed, because the loop has no `peak_flops_per_sec`.
+          ValueError: If `STAT_MFU` is one of the statistics, but the loop has no `peak_flops_per_sec`.
         """
         if STAT_MFU in self._names and self._loop.peak_flops_per_sec is None:
             raise ValueError(

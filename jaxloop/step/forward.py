@@ -350,9 +350,9 @@ class Forward(abc.ABC):
 class NNXApply(Forward):
     """The `apply_fn` of an NNX model.
 
-    Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`. To
-    switch layers such as dropout and batch normalization to training or evaluation mode, also pass `train=True` or
-    `train=False` as an argument of `apply_fn`; it then calls the model's `train()` or `eval()` method. If `train` isn't
+    Call it like `graphdef.apply`: `outputs, (_, updates) = apply_fn(params, batch_stats, collections)(inputs)`.
+    With the argument `train=True` or `train=False`, `apply_fn` also calls the model's `train()` or `eval()` method,
+    which switches layers such as dropout and batch normalization to training or evaluation mode. If `train` isn't
     given, the model stays in the mode that its constructor set.
 
     `jit` hashes the static fields of the state on each call. Hashing a graphdef takes about a millisecond, so the hash

@@ -66,7 +66,7 @@ class Runner:
         return checks.is_overridden(self.step, name, self._base)
 
     def work_for_each_step(self, *, evaluates: bool = False) -> str | None:
-        """Returns the reason why a loop can't fuse several steps into one dispatch, or None if there is no reason.
+        """Returns the reason why a loop can't fuse several steps into one dispatch, or None if it can.
 
         The reason always names host code that must run for each step.
 
@@ -278,8 +278,8 @@ class States:
     Attributes:
       initialize: A function that recreates the state that `initialize_model` last returned, or None if that method was
         never called.
-      rescued: The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise
-        None.
+      rescued: The state that `run` returned, if `end` or an end action raised an error in the most recent step;
+        otherwise None.
     """
 
     def __init__(self, step: Any):

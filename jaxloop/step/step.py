@@ -273,7 +273,7 @@ class Step:
 
         Raises:
           FileNotFoundError: If there is no checkpoint, or none for `step`. The message lists the steps that have one.
-          CheckpointError: If the checkpoint of `step` is damaged, or if `step` is None and all checkpoints are damaged.
+          CheckpointError: If the checkpoint for `step` or, if `step` is None, every checkpoint is damaged.
           ValueError: If the checkpoint was saved from a different model. The message lists the leaves that differ.
         """
         if missing_ok and not checkpoint.all_steps(checkpoint_dir):
@@ -491,7 +491,8 @@ class Step:
     def evaluate(self, state: Any, batch: types.Batch, per_loop_step_number: int = 0) -> types.Output:
         """Passes one batch through the hooks and returns only the outputs. The state isn't changed and remains usable.
 
-        If the batch's rows can't be divided evenly among the devices, the batch is replicated.
+        If the batch's rows can't be divided evenly among the devices, the batch is replicated. If
+        `per_loop_step_number` is 0, `begin_evaluation` is called first.
         """
         if per_loop_step_number == 0:
             self.begin_evaluation()
@@ -532,7 +533,7 @@ class Step:
 
     @property
     def rescued_state(self) -> Any:
-        """The state that `run` returned, if `end` or an end action raised an error in the last step; otherwise None."""
+        """The state from `run`, if `end` or an end action raised an error in the most recent step; otherwise None."""
         return self._runner.states.rescued
 
     @property
