@@ -144,7 +144,8 @@ class Compiled:
     def _check_trace(self, new: dict[str, str]) -> None:
         """Warns about the leaves that differ from those in the most similar earlier trace.
 
-        Raises a `ValueError` if there are too many batch shapes.
+        Changes that are allowed (see `Compiled`) cause no warning. Raises a `ValueError` if there are too many batch
+        shapes.
         """
         of_state = lambda trace: [leaf for leaf in trace if leaf.startswith("state/")]
         traces = [trace for trace in self._signatures if of_state(trace) == of_state(new)]

@@ -166,7 +166,7 @@ class Runner:
         return is_own or (step._should_shard_batch and step.partitioner.places_batches)
 
     def place(self, batch: types.Batch, *, evaluates: bool = False, fuses: bool = False) -> types.Batch:
-        """Places a batch on the devices with `shard_batch`.
+        """Places a batch on the devices, normally with `shard_batch`.
 
         In an evaluation, a batch that can't be divided evenly among the devices is replicated, unless `shard_batch` is
         overridden.
