@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache."""
+"""A function that enables JAX's persistent compilation cache."""
 
 import jax
 from absl import logging
@@ -11,10 +11,10 @@ def enable_compilation_cache(directory: epath.PathLike) -> None:
     """Caches everything that JAX compiles, so that a restarted program doesn't need to compile it again.
 
     This function enables JAX's persistent compilation cache (the option `jax_compilation_cache_dir`) for the whole
-    process. It also removes JAX's thresholds for caching. By default, JAX caches only what took at least one second to
-    compile, which excludes the steps of small models. Call this function before the first step. As long as the program,
-    the jax and jaxlib versions and the device type are unchanged, a restarted program doesn't compile anything, even
-    after a crash.
+    process. It also removes JAX's thresholds for caching. By default, JAX caches only programs that took at least one
+    second to compile, which excludes the steps of small models. Call this function before the first step. As long as
+    the program, the jax and jaxlib versions and the device type are unchanged, a restarted program doesn't compile
+    anything, even after a crash.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:

@@ -25,7 +25,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
     """Opens a regular file on a local file system and returns its file descriptor, like `os.open`.
 
     The last component of the path must not be a symbolic link, but earlier components may be. With `os.O_TRUNC`, the
-    file is truncated only after the check that it is a regular file.
+    file is truncated only after this function has checked that it is a regular file.
 
     Raises:
       OSError: If the path is not a regular file, or can't be opened.
@@ -42,7 +42,9 @@ def open_descriptor(path: str | os.PathLike[str], flags: int, mode: int = 0o666)
 
 
 def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
-    """Opens a regular file, like `open`. Text files use UTF-8. Remote paths (`gs://`) are opened without checks.
+    """Opens a file like `open`, but only if it is a regular file. Text files use UTF-8.
+
+    Remote paths (such as `gs://bucket/file`) are opened without this check.
 
     >>> import tempfile
     >>> directory = epath.Path(tempfile.mkdtemp())
@@ -60,7 +62,10 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
 
 
 def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
-    """Returns a function that is called like `open` and opens regular files in a directory; see `open_file`."""
+    """Returns a function that is called like `open` and opens files in a directory; see `open_file`.
+
+    In a local directory, the function opens only regular files.
+    """
     remote = lambda path, mode, encoding=None: epath.Path(path).open(mode, encoding=encoding)
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)
 
@@ -147,5 +152,5 @@ def make_directory(path: epath.PathLike) -> None:
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Returns True if a path is in a remote store (such as `gs://`), rather than on a local file system."""
+    """Returns True if a path is remote (such as `gs://bucket/run`), rather than on a local file system."""
     return "://" in os.fspath(path)

@@ -1,8 +1,8 @@
 """Functions and classes that compare the structures of pytrees and flatten train states.
 
 JAX considers two structures equal even if their nodes belong to different dataclasses with the same fields. Some
-versions of JAX use this equality to look up functions compiled by `jax.jit`, so they may call a function that was
-compiled for a different class. Because the hashes of such structures differ, this module also compares hashes.
+versions of JAX use this equality to look up functions compiled by `jax.jit`, so these versions may call a function that
+was compiled for a different class. Because the hashes of such structures differ, this module also compares hashes.
 """
 
 import functools
@@ -39,7 +39,7 @@ class PerStructure:
     """A function that is compiled separately for each structure of its arguments.
 
     Args:
-      compile: A function that returns a new jitted function. It is called once for each structure.
+      compile: A function that returns a new jitted function. `compile` is called once for each structure.
 
     >>> double = PerStructure(lambda: jax.jit(lambda x: jax.tree.map(lambda leaf: leaf + leaf, x)))
     >>> double({"x": 1.0}), double([1.0])
@@ -125,7 +125,7 @@ def compile_donating(fn: Callable[[Any, Any], Any], **jit_kwargs: Any) -> Any:
       fn: A pure function.
       **jit_kwargs: Keyword arguments for `jax.jit`. Those that refer to the function's arguments (`in_shardings`,
         `donate_argnums`, `static_argnums`, ...) apply to the signature `(state, batch)`. If any of them is given,
-        `state.step` is no exception: the whole state is donated, unless `donate_argnums` excludes it.
+        the whole state is donated, including `state.step`, unless `donate_argnums` excludes the state.
     """
     if any(name == "in_shardings" or "argn" in name for name in jit_kwargs):
         return jax.jit(fn, **{"donate_argnums": 0, **jit_kwargs})

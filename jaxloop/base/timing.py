@@ -159,7 +159,10 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def counting(self, kind: str) -> Iterator[None]:
-        """Returns a context manager that times its body as the given kind of work, and labels the body in profiles."""
+        """Returns a context manager that times the body of a `with` statement as the given kind of work.
+
+        The body is also labeled in profiles.
+        """
         before = self.switch(kind)
         try:
             with jax.profiler.TraceAnnotation(f"jaxloop: {NAMES[kind]}"):
