@@ -52,7 +52,7 @@ def largest_batch(step: Step, state: Any, batch: types.BatchSpec, topology: str 
     Args:
       step: The step.
       state: The state, or its shapes from `step.abstract_state`.
-      batch: A batch or its shapes; see `Step.compile`. The size of its leading axis doesn't matter.
+      batch: A batch or its shapes; see `Step.compile`. The number of rows doesn't matter.
       topology: See `cost_analysis`. If None, the devices of the step's partitioner are used. These devices must report
         the size of their memory.
 
@@ -87,14 +87,14 @@ def largest_ensemble(
         jaxloop.check.largest_ensemble(make, batch, "v5e:1x1")
 
     Args:
-      make: A function that receives a number of members and returns a pair `(ensemble, state)`. The ensemble has that
-        number of members or, if it has a mesh, that number of members per device. `state` is the ensemble's state, or
-        the result of its `abstract_state`.
+      make: A function that takes a number and returns a pair `(ensemble, state)`. The ensemble must have this number of
+        members or, if it has a mesh, this number of members per device. `state` is the ensemble's state, or the result
+        of `ensemble.abstract_state`.
       batch: A batch or its shapes; see `Step.compile`.
       topology: See `largest_batch`.
 
     Returns:
-      The largest number of members that fits, at most 2**20. It is 0 if not even one member fits.
+      The largest number for which the step fits, at most 2**20. It is 0 if not even one member fits.
 
     Raises:
       ValueError: If the size of the devices' memory is unknown.
@@ -136,7 +136,7 @@ def moved_to(step: Step, devices: Sequence[Any]) -> Step:
 
 
 def _copied(step: Step, partitioner: Any) -> Step:
-    """Returns a copy of a step, with the given partitioner and without compiled programs."""
+    """Returns a copy of a step that uses the given partitioner and has no compiled programs."""
     moved, runner = copy.copy(step), step._runner
     moved._partitioner = partitioner
     moved._runner = type(runner)(moved, Step, *runner.action_lists)
