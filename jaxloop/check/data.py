@@ -64,7 +64,7 @@ def open_train_data(checked: Checked, found: Findings) -> TrainData:
 
 
 def course_of(checked: Checked, data: TrainData) -> Course:
-    """Returns the predicted course of the run if it starts at step 0."""
+    """Returns the predicted course of a run that starts at step 0."""
     experiment = checked.experiment
     spec, train_loop = experiment.spec, experiment.train_loop
     stop = None if spec.stop is None else spec.stop.as_stop()
@@ -109,7 +109,7 @@ def check_length(here: Findings, checked: Checked, course: Course, data: TrainDa
 
 
 def first_eval_batch(part: Part, spec: EvalSpec, checked: Checked) -> tuple[Sequence[types.Batch], str]:
-    """Returns a list with the first batch of an evaluation. Also returns a phrase that describes the number of batches.
+    """Returns a list with the first batch of an evaluation, and a phrase that describes the number of batches.
 
     The list is empty if the run is about to start (see `Checked`), or if reading a batch would consume it.
     """

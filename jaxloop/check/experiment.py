@@ -58,8 +58,8 @@ class Part(NamedTuple):
       here: The findings for the loop.
       name: The loop's name in the history.
       loop: The loop.
-      calls: The predicted calls. For the train loop, these are the training steps at which a loop ends. For an eval
-        loop, they are the training steps at which the evaluation runs.
+      calls: The predicted calls to the loop. A call to the train loop is listed at the training step at which the call
+        ends, and a call to an eval loop at the training step at which the evaluation runs.
       outputs: Sample outputs with the same structure as the outputs that the loop would return. None if the structure
         is unknown, for example because of an error or a user-defined method.
       is_open: True if the arguments that the step's `run` would receive are unknown.

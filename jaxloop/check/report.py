@@ -136,7 +136,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns a `Findings` for another part of the run. It shares this object's problems and plan."""
+        """Returns a `Findings` for another part of the run. Both objects share the same problems and plan."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:
@@ -169,8 +169,8 @@ class Findings(contextlib.AbstractContextManager[None]):
 def _formatted(error: Exception) -> str:
     """Formats an error for the report.
 
-    Errors raised by jaxloop are shown as is. Other errors are shown with their class and the line of user code that
-    raised them.
+    A `TypeError`, `ValueError` or `OSError` raised by jaxloop is shown as is. Other errors are shown with their class
+    and the last line of user code in their traceback.
     """
     # JAX's own notes begin with a line of dashes.
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()) if not note.startswith("----"))

@@ -55,7 +55,7 @@ def _state_for_begin(state: State, step: Step) -> Any:
 def check_step(part: Part, state: State, first: Sequence[types.Batch], *, longest_loop: int | None = None) -> Part:
     """Passes the first batch of a loop through the step's hooks and traces `run`.
 
-    Returns the loop, with sample outputs if they can be determined.
+    Returns `part`, with sample outputs if they can be determined.
 
     Args:
       part: The loop to check.
@@ -171,7 +171,8 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
     Args:
       jaxpr: The traced program.
-      place: The index of the input, which is an integer leaf. The corresponding output has the same index.
+      place: The index of the input among all inputs. The corresponding output has the same index among all outputs.
+        This input must be an integer array.
     """
     is_used = [number == place for number in range(len(jaxpr.jaxpr.outvars))]
     needed, needs = partial_eval.dce_jaxpr(jaxpr.jaxpr, is_used)
@@ -184,7 +185,7 @@ def _added_to_leaf(jaxpr: Any, place: int) -> int | None:
 
 
 def _check_updates(here: Findings, step: Step, state: Any, updates: int | None) -> None:
-    """Checks that a training step increases `state.step` by its number of updates (`updates_per_step`)."""
+    """Checks that a training step increases `state.step` by the step's `updates_per_step`."""
     if hasattr(state, "step") and updates not in (None, step.updates_per_step):
         adds = f"adds {updates} to state.step" if updates else "returns state.step unchanged"
         here.error(f"{type(step).__name__}.run {adds}. {checks.counting_hint(step)}")
