@@ -252,7 +252,7 @@ def check_memory(part: Part, state: State, first: Sequence[types.Batch], topolog
       part: The train loop.
       state: The state that the run would start from.
       first: A list with the first batch, or an empty list if there is none.
-      topology: The TPUs to compile for, which don't have to be attached. If None, the step's devices are used.
+      topology: The TPUs to compile for; see `cost_analysis`. If None, the devices of the step's partitioner are used.
     """
     if state.shapes is None or not first:
         return

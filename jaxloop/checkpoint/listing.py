@@ -30,8 +30,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
     """Returns the steps of the complete checkpoints in a directory, in ascending order.
 
     The list is empty if the directory doesn't exist. A directory is a checkpoint only if its name is a step without
-    leading zeros. (Orbax also accepts names like `0015` and `1_5`, but then reads and deletes the directories `15` and
-    `5`, respectively.)
+    leading zeros. (Orbax also accepts names like `0015` and `1_5`. It takes them for the steps 15 and 5, and would read
+    and delete the directories `15` and `5` instead.)
     """
     return [int(path.name) for path in all_paths([directory])]
 
@@ -39,8 +39,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    If several directories contain a checkpoint of the same step, the paths of these checkpoints are in reverse order of
-    `directories`. The path in the first directory therefore comes last.
+    Paths of the same step are in the reverse order of `directories`, so the path in the first directory comes last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):
@@ -71,7 +70,7 @@ def is_being_deleted(directory: epath.PathLike, step: int) -> bool:
 
 
 def abandon(directory: epath.PathLike, first_step: int) -> None:
-    """Moves the checkpoints of step `first_step` and later to `abandoned/`, so that no run resumes from them.
+    """Moves the checkpoints of step `first_step` or a later step to `abandoned/`, so that no run resumes from them.
 
     In a multi-process job, only the first process may call this function.
     """

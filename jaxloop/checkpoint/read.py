@@ -95,7 +95,10 @@ def best_step(directory: epath.PathLike, best: tuple[str, str] | None = None) ->
 
 
 def metrics(path: epath.Path) -> dict[str, Any]:
-    """Returns the metrics that were saved with a checkpoint to determine the best one, or `{}` if none were saved."""
+    """Returns the metrics that were saved with a checkpoint, or `{}` if none were saved.
+
+    These metrics decide which checkpoint is the best.
+    """
     return _read_json(Checkpoint.open(path, _METRICS_FILE).path, _METRICS_FILE)
 
 
@@ -156,7 +159,7 @@ def restore_newest(
     """Restores the newest undamaged checkpoint; see `restore`.
 
     Damaged checkpoints that are newer than the restored one are then moved to `<directory>/damaged/<step>`, so that
-    their steps can be saved again. A warning is logged for each damaged checkpoint.
+    their steps can be saved again. A warning is logged for each of these damaged checkpoints.
 
     Args:
       directory: The directory with one subdirectory per step.
@@ -302,7 +305,7 @@ class Checkpoint:
     def elapsed(self) -> Elapsed:
         """Returns the run's progress at this checkpoint.
 
-        If the checkpoint doesn't contain the progress, the result has only the step.
+        If the checkpoint doesn't contain the progress, only the step is set in the result.
 
         Raises:
           CheckpointError: If the saved progress is invalid.
@@ -345,8 +348,8 @@ class Checkpoint:
         """Checks that `restore` would accept a state, which may consist of `jax.ShapeDtypeStruct`s. Reads no arrays.
 
         Raises:
-          ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype. The message lists these
-            leaves.
+          ValueError: If leaves of the checkpoint and the state differ in path, shape or dtype, or if a pattern in
+            `transforms` matches no saved leaf. The message lists the leaves that differ, or names the pattern.
         """
         self._match(checks.leaves_by_path(jax.eval_shape(stored.storable, state)), transforms)
 
@@ -355,8 +358,8 @@ class Checkpoint:
 
         Args:
           templates: Templates for the trees to restore, by name. They must have the same structures, shapes and dtypes
-            as the saved trees. JAX arrays in a template are restored as JAX arrays with the same shardings, and NumPy
-            arrays as NumPy arrays.
+            as the saved trees. Where a template contains a JAX array, the saved array is restored as a JAX array with
+            the same sharding. Where it contains a NumPy array, the saved array is restored as a NumPy array.
 
         Raises:
           ValueError: If leaves of the saved trees and the templates differ in path, shape or dtype. The message lists
@@ -385,7 +388,7 @@ class Checkpoint:
         return self._read(jax.tree_util.tree_map_with_path(chosen, self._described(item)), item)
 
     def _read(self, template: Any, item: str) -> dict[str, Any]:
-        """Returns an item's arrays, keyed by path. Leaves out the arrays for which `template` has a placeholder."""
+        """Returns an item's arrays, keyed by path. Omits the arrays for which `template` contains a placeholder."""
         leaves, structure = jax.tree.flatten(template)
         # Without dtypes and shapes, because Orbax would cast and pad the arrays to match. Any difference is an error.
         shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -446,7 +449,7 @@ class Checkpoint:
 
         Raises:
           CheckpointError: If the checkpoint has a different format, or if the body of the `with` statement raises a
-            `KeyError` or a similar error.
+            `LookupError`, `TypeError` or `AttributeError`.
         """
         saved_format = self.custom_metadata.get(FORMAT_KEY, FORMAT)
         try:
