@@ -488,7 +488,7 @@ def _read_json(path: epath.Path, name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reading(opened: Checkpoint, item: str) -> Iterator[None]:
-    """Returns a context manager that converts errors raised while reading an item to a `CheckpointError`.
+    """Returns a context manager that converts an error raised while reading an item to a `CheckpointError`.
 
     If the checkpoint has a seal, its files are known to be intact, so the original error is raised again, with a note.
     A `PermissionError` is not converted either, because it doesn't mean that the file is damaged.
@@ -525,9 +525,9 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
       ours: The leaves of the state, keyed by path.
 
     Returns:
-      A pair of dicts: `names` for `Checkpoint._match`, and the remaining leaves of the state, keyed by path. `names`
-      contains the remaining saved leaves. Each of them is named after its path in the checkpoint, except for the leaves
-      of the moving average. These are named after their paths in the state, because the average may have a different
+      Two dicts: the argument `names` for `Checkpoint._match`, and the remaining leaves of the state, keyed by path.
+      `names` contains the remaining saved leaves. The name of a saved leaf is its path in the checkpoint. However, the
+      leaves of the moving average are named after their paths in the state, because the average may have a different
       path there.
     """
     place, saved_place = place_of_ema(ours), place_of_ema(saved)
@@ -541,7 +541,7 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
 
 def _warn_of_optimizer(opened: Checkpoint, ours: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-    """Logs that the optimizer state was not restored, and lists all leaves that differ between checkpoint and state.
+    """Logs that the optimizer state was not restored, and which leaves differ between the checkpoint and the state.
 
     Args:
       opened: The checkpoint.

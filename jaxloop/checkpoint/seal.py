@@ -31,9 +31,9 @@ def write(directory: epath.PathLike, about: Mapping[str, Any] | None = None, lea
     ({'author': 'me'}, ['numbers has changed: its CRC-32 is 698e28fc, but the seal says f7eabd5f'])
 
     Args:
-      directory: The directory. Each file in it is read once, in chunks of 4 MiB.
+      directory: The directory. Each file to seal is read once, in chunks of 4 MiB.
       about: A JSON dict to store in the seal.
-      leave_out: The paths, relative to the directory, of files that aren't sealed because they may change later.
+      leave_out: The relative paths of files to leave unsealed because they may change later.
 
     Raises:
       OSError: If a file can't be read or the seal can't be written.
@@ -85,7 +85,7 @@ def verify(directory: epath.PathLike, below: str = "") -> tuple[dict[str, Any], 
 def _problem_of(name: str, error: OSError | ValueError) -> str:
     """Returns a description of an error that was raised while a file was read.
 
-    Re-raises a `PermissionError`, because it doesn't mean that the file is damaged.
+    Raises the error again if it is a `PermissionError`, which doesn't mean that the file is damaged.
     """
     if isinstance(error, PermissionError):
         error.add_note("So it can't be verified. Change its owner or its permissions.")
@@ -105,7 +105,7 @@ def _files_in(directory: epath.Path, prefix: str = "") -> Iterator[str]:
 
 
 def _sizes_and_crcs(directory: epath.Path, names: Iterable[str]) -> dict[str, tuple[int, int] | OSError]:
-    """Returns a dict that maps each file name to the file's size and checksum, or to the error if it can't be read."""
+    """Returns a dict that maps each file name to the file's size and checksum, or to an `OSError` if reading failed."""
     open_file, found = files.opener(directory), dict[str, tuple[int, int] | OSError]()
     for name in names:
         size = crc = 0
