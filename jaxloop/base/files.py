@@ -64,7 +64,7 @@ def open_file(path: epath.PathLike, mode: str) -> IO[Any]:
 def opener(directory: epath.PathLike) -> Callable[..., IO[Any]]:
     """Returns a function that is called like `open` and opens files in a directory; see `open_file`.
 
-    In a local directory, the function opens only regular files.
+    In a local directory, the returned function opens only regular files.
     """
     remote = lambda path, mode, encoding=None: epath.Path(path).open(mode, encoding=encoding)
     return remote if is_remote(directory) else functools.partial(open, opener=open_descriptor)

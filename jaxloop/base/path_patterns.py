@@ -32,8 +32,8 @@ def renamed(paths: Iterable[str], patterns: Mapping[str, str]) -> dict[str, str]
     Args:
       paths: The paths to rename.
       patterns: A dict that maps patterns to new paths. A new path contains the same wildcards as its pattern, in the
-        same order. Each wildcard in the new path is replaced with the names that the wildcard in the pattern matched.
-        If several patterns match a path, the first one is used.
+        same order. Each wildcard in the new path is replaced with the names that the corresponding wildcard in the
+        pattern matched. If several patterns match a path, the first one is used.
 
     Raises:
       ValueError: If a pattern matches no path, or if a pattern and its new path have different wildcards.

@@ -113,7 +113,7 @@ class Donating:
         return self._compiled(leaves, step, batch, structure)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the function for the given arguments, which may be `jax.ShapeDtypeStruct`s."""
+        """Traces the function for a state and a batch, which may consist of `jax.ShapeDtypeStruct`s."""
         leaves, step, structure = take_apart(state)
         return self._compiled.trace(leaves, step, batch, structure)
 

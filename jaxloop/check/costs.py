@@ -27,7 +27,7 @@ def cost_analysis(step: Step, state: Any, batch: types.BatchSpec, topology: str 
 
     Args:
       step: The step to compile.
-      state: A state, which is not donated, or the result of `step.abstract_state`.
+      state: A state, or the result of `step.abstract_state`. A state is not donated.
       batch: A batch or its shapes; see `Step.compile`. If a topology is given, this is the global batch, with the
         examples for all devices of the topology.
       topology: The TPUs to compile for, such as "v5e:16x16". They don't have to be attached to this machine. The

@@ -136,7 +136,7 @@ class Findings(contextlib.AbstractContextManager[None]):
     plan: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def at(self, where: str) -> "Findings":
-        """Returns a `Findings` for another part of the run. Both objects share the same problems and plan."""
+        """Returns a `Findings` for another part of the run. Both share one list of problems and one plan."""
         return dataclasses.replace(self, where=where)
 
     def error(self, text: str) -> None:

@@ -188,7 +188,7 @@ def open_newest(
 
     Args:
       paths: The paths of the checkpoints, as returned by `all_paths`.
-      read: A function that reads an open checkpoint. If it raises a `CheckpointError`, the checkpoint is treated as
+      read: A function that reads an open checkpoint. If `read` raises a `CheckpointError`, the checkpoint is treated as
         damaged.
       quarantines: See `restore_newest`.
 
