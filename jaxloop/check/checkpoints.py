@@ -65,8 +65,9 @@ def _check_directories(checked: Checked, found: Findings) -> None:
 def _course_from(given: Any, course: Course, checked: Checked) -> Course:
     """Returns the predicted course of a run that starts from a given state rather than from a checkpoint.
 
-    The run continues the train loop's last run if that one ended at the step of the given state, or if the given state
-    has no `step`. Otherwise, it is a new run that starts at the state's step, or at step 0 if the given state is None.
+    The run continues the train loop's last run if the last run ended at the step of the given state, or if the given
+    state has no `step`. Otherwise, it is a new run that starts at the state's step, or at step 0 if the given state is
+    None.
     """
     experiment = checked.experiment
     loop, loop_steps = experiment.train_loop, experiment.spec.loop_steps

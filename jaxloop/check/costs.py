@@ -94,7 +94,7 @@ def largest_ensemble(
       topology: See `largest_batch`.
 
     Returns:
-      The largest number for which the step fits, at most 2**20. It is 0 if not even one member fits.
+      The largest number for which the step fits in memory, at most 2**20. It is 0 if not even one member fits.
 
     Raises:
       ValueError: If the size of the devices' memory is unknown.

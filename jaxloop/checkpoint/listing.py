@@ -39,8 +39,8 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    If several directories contain a checkpoint of the same step, the order of these paths is the reverse of
-    `directories`, so the path in the first directory comes last.
+    If several directories contain a checkpoint of the same step, their paths are sorted in the reverse
+    order of `directories`, so the path in the first directory comes last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):

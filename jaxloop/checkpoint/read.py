@@ -526,9 +526,9 @@ def _without_optimizer(saved: Collection[str], ours: Mapping[str, Any]) -> tuple
 
     Returns:
       Two dicts: the argument `names` for `Checkpoint._match`, and the remaining leaves of the state, keyed by path.
-      `names` contains the remaining saved leaves. The name of a saved leaf is its path in the checkpoint. However, the
-      leaves of the moving average are named after their paths in the state, because the average may have a different
-      path there.
+      `names` contains the remaining saved leaves. Most of these leaves are named after their paths in the checkpoint,
+      but the leaves of the moving average are named after their paths in the state, because the average may have a
+      different path in the checkpoint.
     """
     place, saved_place = place_of_ema(ours), place_of_ema(saved)
     names = {path: path for path in saved if not path.startswith(_OPTIMIZER)}
