@@ -39,8 +39,7 @@ def all_steps(directory: epath.PathLike) -> list[int]:
 def all_paths(directories: Iterable[epath.PathLike]) -> list[epath.Path]:
     """Returns the paths of the complete checkpoints in several directories, in ascending order of their steps.
 
-    If several directories contain a checkpoint of the same step, their paths are sorted in the reverse
-    order of `directories`, so the path in the first directory comes last.
+    Checkpoints of the same step are in the reverse order of `directories`: the one in the first directory comes last.
     """
     found = []
     for number, directory in enumerate(map(absolute, directories)):
