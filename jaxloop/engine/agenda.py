@@ -86,16 +86,16 @@ class Item:
 
     Args:
       rank: The item's place among the items that are due at the same step.
-      reads: The outputs that the item reads: "all" to wait for the outputs of all steps, "newest" for the newest
-        scalars that can be read without waiting, or "nothing".
+      reads: The outputs that the item reads: "all" for the outputs of all steps, for which it waits; "newest" for the
+        newest scalars that can be read without waiting; or "nothing".
 
     Attributes:
       cursor: A position in the outputs. The item has already read all outputs before this position, except for those in
         `unread`.
-      unread: The outputs that the `end` hooks of earlier loops returned and that the item hasn't read yet. None unless
-        hooks may have changed the outputs. If the interval is an int, `unread` contains all outputs before `cursor`
-        that the item hasn't read. If the interval is a schedule, `unread` contains only the values that aren't
-        lists.
+      unread: The outputs that the `end` hooks of earlier loops returned and that the item hasn't read yet. If no hook
+        can have changed the outputs, this is None. If the interval is an int, `unread` contains all outputs before
+        `cursor` that the item hasn't read. If the interval is a schedule, `unread` contains only single values, such
+        as statistics that a hook added, because lists with one value per step are read from the run's outputs.
       called_at: The step after which the item was last called, or None before the first call.
       is_requested: True if a call has been requested. The item is then due at once, regardless of its interval.
       spent: The run's time report (a `Spent`) at the item's last call.
