@@ -358,8 +358,8 @@ def skip_to(iterator: PositionedIterator, count: int) -> None:
 def _compare_next(iterator: PositionedIterator, saved: Mapping[str, Any], raises: bool) -> None:
     """Checks that the next batch has the saved fingerprint.
 
-    If the fingerprints differ, raises an error if `raises` is True, and otherwise logs a warning. If the position is a
-    number of batches, a different batch size always raises an error.
+    If the fingerprints differ, raises an error (if `raises` is True) or logs a warning. If the position is stored as a
+    batch count, a different batch size always raises an error.
     """
     try:
         now = fingerprint(iterator.peek())

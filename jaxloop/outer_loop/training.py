@@ -1,4 +1,4 @@
-"""Starts or resumes the training of an experiment, and trains until the run ends."""
+"""Starts or resumes training in an experiment, and continues until the run ends."""
 
 import dataclasses
 import functools

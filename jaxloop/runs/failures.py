@@ -170,7 +170,7 @@ def replay(path: epath.PathLike, step: Step, *, state: Any = None, eagerly: bool
         recent record is replayed.
       step: The run's `Step` object, or one created in the same way.
       state: A state with the same structure as the run's state. It is not donated. The replay starts from the given
-        state if it is more recent than the recorded state, and the record contains the batches of all steps after the
+        state if it is more recent than the recorded state and if the record contains the batch of each step since the
         given state. Otherwise, the given state serves only as a template for restoring the recorded state. If None, a
         newly created state is used, which requires that `step.initialize_model` has been called.
       eagerly: Whether to run the failed step without compiling it, so that a debugger can stop inside it. The results
@@ -238,8 +238,8 @@ def _state_before(
 ) -> Any:
     """Returns the state from which to start the replay, and the step number of that state.
 
-    Returns a copy of `state` if it is more recent than the recorded state, and `batches` contains the batches of all
-    steps after `state`. Otherwise, restores the recorded state, with `state` as the template.
+    Returns a copy of `state` if it is more recent than the recorded state and if `batches` contains the batch of each
+    step from `state` to the failed step. Otherwise, restores the recorded state, with `state` as the template.
 
     Raises:
       FileNotFoundError: If the checkpoint to which the record refers doesn't exist.
