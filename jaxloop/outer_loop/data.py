@@ -135,10 +135,10 @@ class TrainingData:
     def next_epoch(self, *, saves: bool) -> bool:
         """Ends the current epoch and begins the next one. Returns False if there is no next epoch.
 
-        A checkpoint saved between two epochs stores the start of the next epoch rather than the end of the previous
-        one, because the order of the batches may differ between epochs. A checkpoint saved after the last epoch stores
-        the start of one more epoch, so that a later run can resume and train for more epochs. Raises an error if the
-        epoch that just ended had no batches.
+        In a checkpoint saved between two epochs, the position in the data is the start of the next epoch rather than
+        the end of the previous one, because the order of the batches may differ between epochs. After the last epoch,
+        it is the start of an additional epoch, so that a later run can resume and train for more epochs. Raises an
+        error if the epoch that just ended had no batches.
 
         Args:
           saves: Whether the run saves checkpoints.

@@ -225,8 +225,9 @@ def _commit() -> dict[str, str]:
 def _started_at(now: float) -> float:
     """Returns the time to record as the start of this process, in seconds since the Unix epoch.
 
-    For the first run in a process, this is the time at which the process started. For later runs in the process, in an
-    interactive session or a notebook, or if the system doesn't report the start time, the result is `now`.
+    For the first run in a process, this is the time at which the process started. For later runs in the process, the
+    result is `now`. It is also `now` in interactive sessions and notebooks, and if the system doesn't report the start
+    time.
     """
     global _has_claimed_start
     is_first, _has_claimed_start = not _has_claimed_start, True

@@ -339,7 +339,10 @@ def _named_keys(rngs: types.PRNGType | None) -> dict[str, jax.Array] | None:
 
 
 class Forward(abc.ABC):
-    """The `apply_fn` of a model that isn't a Linen module. `jit` hashes and compares the `apply_fn` on each call."""
+    """The `apply_fn` of a model that isn't a Linen module.
+
+    Hashing and comparing it must be fast, because `jit` does both each time a compiled function is called.
+    """
 
     @abc.abstractmethod
     def forward(self, state: Any, params: Any, inputs: Any, *, train: bool, rngs: Any) -> tuple[Any, Any]:
