@@ -250,6 +250,7 @@ def test_members_are_combinations():
     assert product.members[1] == {"learning_rate": 0.02, "momentum": 0.9, "seed": 4}
     state = product.initialize_model([1, 3])
     assert state.opt_state.hyperparams["momentum"].tolist() == pytest.approx([0.9, 0.9, 0.5, 0.5] * 2)
+    assert jaxloop.Ensemble(make_step(), seeds=2).members == [{"seed": 0}, {"seed": 1}]
     zipped = jaxloop.Ensemble(make_step(), seeds=[3, 4], hyperparams=rates, combine="zip")
     assert [tuple(each.values()) for each in zipped.members] == [(0.02, 0.9, 3), (0.01, 0.5, 4)]
 

@@ -129,9 +129,10 @@ class Ensemble(Step):
       step: The step of a single run. Its state must be a `TrainState`. Its hooks `begin` and `preprocess_batch` are
         called once per batch or, with `data="own"`, once for each member's batch. The step can't have actions or
         override `end`, because its actions and `end` would have to run for each member separately.
-      seeds: The seeds to distribute over the members; see `combine`. A member's seed replaces the seed of the step's
-        `base_prng`: the member uses the keys of a step with `base_prng=jax.random.key(seed)`. If `base_prng` is a dict,
-        the seed is folded into each key instead. If `seeds` is None, all members use the step's keys.
+      seeds: The seeds to distribute over the members, or an int `n` for the seeds 0 to `n - 1`; see `combine`. A
+        member's seed replaces the seed of the step's `base_prng`: the member uses the keys of a step with
+        `base_prng=jax.random.key(seed)`. If `base_prng` is a dict, the seed is folded into each key instead. If `seeds`
+        is None, all members use the step's keys.
       hyperparams: A dict that maps names of hyperparameters to lists of values to distribute over the members; see
         `combine`. The optimizer must be wrapped in `optax.inject_hyperparams`.
       combine: "product" makes a member for each combination of hyperparameters and seeds, with the seed varying
@@ -155,7 +156,7 @@ class Ensemble(Step):
         self,
         step: Step,
         *,
-        seeds: Sequence[int] | None = None,
+        seeds: int | Sequence[int] | None = None,
         hyperparams: Mapping[str, Iterable[float]] | None = None,
         combine: Literal["product", "zip"] = "product",
         data: Literal["shared", "own"] = "shared",
@@ -412,7 +413,7 @@ def _members(seeds: Any, hyperparams: Mapping[str, Any], combine: str) -> list[d
     if combine not in ("product", "zip"):
         raise ValueError(f"combine must be 'product' or 'zip', got {combine!r}.")
     axes = {name: [float(value) for value in values] for name, values in hyperparams.items()}
-    axes |= {} if seeds is None else {"seed": [int(seed) for seed in seeds]}
+    axes |= {} if seeds is None else {"seed": [*map(int, range(seeds) if isinstance(seeds, int) else seeds)]}
     lengths = ", ".join(f"{len(values)} of {name!r}" for name, values in axes.items()) or "neither"
     if not axes or not all(axes.values()):
         raise ValueError(f"An Ensemble needs seeds, hyperparams or both, at least one of each, got {lengths}.")

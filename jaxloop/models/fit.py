@@ -173,7 +173,7 @@ def fit(
     step = make_step(train=True, batch_size=checks.num_examples(passes.first()))
     step_for_eval, spec = make_step(use_ema=ema is not None), step.input_spec(passes.first())
     if seeds is not None:
-        step = Ensemble(step, seeds=range(seeds) if isinstance(seeds, int) else seeds)
+        step = Ensemble(step, seeds=seeds)
         step_for_eval = step.for_evaluation(step_for_eval)
     state = (step.abstract_state if dry_run else step.initialize_model)(spec)
     monitor = "eval/loss" if monitor is None and eval_dataset is not None else monitor
