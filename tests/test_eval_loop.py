@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from clu import metrics as clu_metrics
@@ -40,6 +41,33 @@ def test_evaluation_does_not_change_the_state():
     same_state, _ = EvalLoop(STEP)(state, BATCHES)  # The step's `run` makes an update.
     assert same_state is state
     jax.tree.map(np.testing.assert_array_equal, state, before)
+
+
+class RowsStep(Step):
+    """Reports the first column of a batch, after passing it through `convert`."""
+
+    def run(self, state, batch):
+        return state, {"rows": self.convert(batch["x"][:, 0])}
+
+
+CONVERSIONS = {
+    "shapes that differ": lambda rows: rows,
+    "dtypes that differ": lambda rows: rows[:3] if len(rows) > 3 else rows.astype("int32"),
+    "keys": lambda rows: jax.random.key(rows[0].astype("int32")),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_each_step_keeps_its_output(convert):
+    """There are more steps than a loop reads at once."""
+    batches = [{"x": np.full([3 + index % 2, 3], index, np.float32)} for index in range(150)]
+    step = RowsStep(STEP.base_prng, STEP.model)
+    step.convert = convert
+    _, outputs = EvalLoop(step, stat_names=[])(STATE, batches)
+    plain = lambda each: jax.random.key_data(each) if jnp.issubdtype(each.dtype, jax.dtypes.prng_key) else each
+    found = [plain(each) for each in outputs["rows"]]
+    expected = [plain(convert(batch["x"][:, 0])) for batch in batches]
+    assert [(each.dtype, each.tolist()) for each in found] == [(each.dtype, each.tolist()) for each in expected]
 
 
 def test_return_state_from_step_raises():
