@@ -65,7 +65,7 @@ BUDGET = {
     "checkpoint": 837,
     "data": 877,
     "distributed": 566,
-    "engine": 1645,
+    "engine": 1644,
     "eval_loop": 49,
     "examples": 134,
     "functional": 682,

@@ -134,7 +134,7 @@ class Pending:
                     self._merge(name, column)
                 else:
                     rest[name] = column
-            if number == self.in_flight.chunk >= _FEWEST_STACKED and all(map(_is_stackable, rest.values())):
+            if rest and number == self.in_flight.chunk >= _FEWEST_STACKED and all(map(_is_stackable, rest.values())):
                 rest = _stack(rest)  # One read per name.
             groups.append((columns and rest, number))
         if not metrics.is_on_cpu():
@@ -483,9 +483,8 @@ def unstacked(column: Any, number: int) -> list[Any]:
 def _is_stackable(column: Any) -> bool:
     """Returns True for a list of small device arrays that have the same shape and dtype and aren't typed PRNG keys."""
     first = column[0] if isinstance(column, list) else None
-    if not isinstance(first, jax.Array) or first.size > 64 or jnp.issubdtype(first.dtype, jax.dtypes.prng_key):
-        return False
-    return len({(getattr(value, "shape", None), getattr(value, "dtype", None)) for value in column}) == 1
+    is_tiny = isinstance(first, jax.Array) and first.size <= 64 and not jnp.issubdtype(first.dtype, jax.dtypes.prng_key)
+    return is_tiny and len({(getattr(each, "shape", None), getattr(each, "dtype", None)) for each in column}) == 1
 
 
 def _merge_along_axis(before: Sequence[Any], stacked: Any) -> Any:
